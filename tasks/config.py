@@ -1,0 +1,248 @@
+"""`TrainConfig`: everything a run can be told, once, with its bounds and its meaning.
+
+The same frozen models are the flow's Prefect parameters (so the UI shows a form with bounds and
+help), the TOML presets in `deployments/presets/`, and what every task receives. `Overrides` is the
+same tree with every field optional; `resolve(preset, overrides)` validates the sum of both as a
+whole before anything is started.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+
+from tasks.errors import ConfigError
+
+PRESETS = Path(__file__).resolve().parent.parent / "deployments" / "presets"
+
+SEARCH_R1_INSTRUCTION = (
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every "
+    "time you get new information. After reasoning, if you find you lack some knowledge, you can "
+    "call a search engine by <search> query </search> and it will return the top searched results "
+    "between <information> and </information>. You can search as many times as you want. If you "
+    "find no further external knowledge needed, you can directly provide the answer inside "
+    "<answer> and </answer>, without detailed illustrations. For example, <answer> Beijing "
+    "</answer>. Question: {question}"
+)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Section):
+    """The policy and how it is asked."""
+
+    path: str = Field(min_length=1, description="Folder or hub id of a Hugging Face causal LM.")
+    instruction: str = Field(
+        SEARCH_R1_INSTRUCTION, description="What the policy is told; {question} is filled in."
+    )
+    chat: bool = Field(
+        True, description="Send the instruction as a user message through the chat template."
+    )
+    context: int = Field(
+        4096, ge=64, le=1_048_576, description="Longest trajectory, prompt included, in tokens."
+    )
+
+    @model_validator(mode="after")
+    def _instruction_has_a_place_for_the_question(self) -> ModelConfig:
+        if self.instruction.count("{question}") != 1:
+            raise ValueError(
+                f"instruction {self.instruction!r} must contain {{question}} exactly once"
+            )
+        return self
+
+
+class DataConfig(_Section):
+    """Where questions come from: `miniature:SPLIT`, a .jsonl or .parquet file, or
+    `hub/id/config:split`."""
+
+    train: str = Field("miniature:train", min_length=1, description="Training questions.")
+    held_out: str = Field(
+        "split",
+        min_length=1,
+        description="Held-out questions; 'split' keeps the last held_out_questions of train apart.",
+    )
+    held_out_questions: int = Field(
+        200, ge=1, description="How many held-out questions an evaluation uses at most."
+    )
+
+
+class RetrievalConfig(_Section):
+    """BM25 over the pooled passages of all questions."""
+
+    top_k: int = Field(3, ge=1, le=100, description="Passages a search returns at most.")
+    k1: float = Field(1.2, gt=0, le=10, description="BM25 term-frequency saturation.")
+    b: float = Field(0.75, ge=0, le=1, description="BM25 length normalisation.")
+
+
+class RolloutConfig(_Section):
+    """How trajectories are sampled and scored."""
+
+    questions_per_step: int = Field(512, ge=1, description="Questions (groups) a step.")
+    group_size: int = Field(5, ge=2, description="Trajectories sampled for each question.")
+    max_search_turns: int = Field(4, ge=1, le=64, description="Turns in which a search may be run.")
+    max_new_tokens: int = Field(500, ge=1, description="Sampled tokens a turn at most.")
+    max_observation_tokens: int = Field(500, ge=16, description="Tokens of one observation.")
+    max_prompt_tokens: int = Field(4096, ge=1, description="Tokens of the prompt at most.")
+    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling mass.")
+    reward: Literal["exact_match", "f1"] = Field("exact_match", description="What is rewarded.")
+    format_bonus: float = Field(
+        0.0, ge=0, le=1, description="Added when the trajectory ends in a well-formed answer."
+    )
+    max_sequences: int = Field(256, ge=1, description="Sequences an engine decodes at once.")
+    kv_cache_gib: float = Field(
+        1.0, gt=0, description="KV cache of a CPU engine in GiB (GPU engines use what is free)."
+    )
+
+
+class TrainingConfig(_Section):
+    """GRPO and its optimizer."""
+
+    steps: int = Field(100, ge=1, description="Steps of the run.")
+    mini_batch_size: int = Field(
+        256, ge=1, description="Trajectories an optimizer step; a batch takes several steps."
+    )
+    tokens_per_micro_batch: int = Field(
+        16_384, ge=64, description="Padded tokens a rank holds in one forward pass."
+    )
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="AdamW learning rate.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Optimizer steps of linear learning-rate warm-up; constant after."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW first-moment decay.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="AdamW second-moment decay.")
+    weight_decay: float = Field(0.0, ge=0, le=1, description="AdamW decoupled weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip.")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip of the importance ratio.")
+    clip_high: float = Field(0.2, gt=0, le=10, description="Upper clip of the importance ratio.")
+    kl_coefficient: float = Field(0.001, ge=0, description="Weight of the k3 KL to the base.")
+    entropy_coefficient: float = Field(0.001, ge=0, description="Weight of the entropy bonus.")
+    checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
+
+
+class WeightsConfig(_Section):
+    """How versions are published."""
+
+    anchor_every: int = Field(16, ge=1, description="Versions between full exports (anchors).")
+
+
+class ClusterConfig(_Section):
+    """The machines. Unset addresses mean: attach to `infra.local up`, or start an embedded one."""
+
+    rollout_workers: int = Field(1, ge=1, le=4096, description="Workers that hold an engine.")
+    trainer_ranks: int = Field(2, ge=1, le=4096, description="Ranks of the trainer group.")
+    rollout_threads: int = Field(2, ge=1, description="CPU threads of a rollout worker.")
+    trainer_threads: int = Field(1, ge=1, description="CPU threads of a trainer rank.")
+    scheduler: str | None = Field(None, description="Address of a Dask scheduler that runs.")
+    wait_s: float = Field(120.0, gt=0, description="Seconds to wait for the workers asked for.")
+    store_endpoint: str | None = Field(
+        None, description="URL of an S3 endpoint; its credentials come from the environment."
+    )
+    store_bucket: str = Field(
+        "kindling", pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", description="Bucket."
+    )
+
+
+class EvaluationConfig(_Section):
+    """Held-out evaluation."""
+
+    every: int = Field(10, ge=1, description="Steps between evaluations.")
+    samples: int = Field(1, ge=1, le=64, description="Sampled trajectories a question.")
+
+
+class TrainConfig(_Section):
+    """One training run."""
+
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of everything random in the run.")
+    model: ModelConfig
+    data: DataConfig
+    retrieval: RetrievalConfig
+    rollout: RolloutConfig
+    training: TrainingConfig
+    weights: WeightsConfig
+    cluster: ClusterConfig
+    evaluation: EvaluationConfig
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> TrainConfig:
+        if self.rollout.max_prompt_tokens >= self.model.context:
+            raise ValueError(
+                f"rollout.max_prompt_tokens is {self.rollout.max_prompt_tokens} and model.context "
+                f"{self.model.context}: no room for an answer; lower the first or raise the second"
+            )
+        if self.training.tokens_per_micro_batch < self.model.context:
+            raise ValueError(
+                f"training.tokens_per_micro_batch is {self.training.tokens_per_micro_batch}, less "
+                f"than one trajectory of model.context {self.model.context}; raise the first"
+            )
+        batch = self.rollout.questions_per_step * self.rollout.group_size
+        if self.training.mini_batch_size > batch:
+            raise ValueError(
+                f"training.mini_batch_size is {self.training.mini_batch_size}, more than the batch "
+                f"of {batch} trajectories (rollout.questions_per_step x group_size); lower it"
+            )
+        return self
+
+
+def _optional_twin(model: type[BaseModel], name: str) -> type[BaseModel]:
+    """The same fields, bounds and descriptions, each optional and None by default."""
+    fields: dict[str, Any] = {}
+    hints = get_type_hints(model)
+    for key, field in model.model_fields.items():
+        hint = hints[key]
+        if isinstance(hint, type) and issubclass(hint, BaseModel):
+            twin = _optional_twin(hint, hint.__name__.replace("Config", "Overrides"))
+            fields[key] = (twin | None, Field(None, description=hint.__doc__))
+        else:
+            inner: Any = Annotated[hint, *field.metadata]
+            fields[key] = (inner | None, Field(None, description=field.description))
+    return create_model(name, __config__=model.model_config, __doc__=model.__doc__, **fields)
+
+
+Overrides: type[BaseModel] = _optional_twin(TrainConfig, "Overrides")
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        deeper = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if deeper else value
+    return merged
+
+
+def resolve(preset: str, overrides: BaseModel | dict[str, Any] | None = None) -> TrainConfig:
+    """Preset plus overrides, validated whole.
+
+    Raises:
+        ConfigError: the preset does not exist, or a field is unknown, out of range or at odds
+            with another; names each field, its value and what was expected.
+    """
+    path = PRESETS / f"{preset}.toml"
+    if preset not in preset_names():
+        raise ConfigError(f"preset {preset!r} does not exist; choose one of {preset_names()}")
+    if isinstance(overrides, BaseModel):
+        overrides = overrides.model_dump(exclude_none=True)
+    merged = _merge(tomllib.loads(path.read_text()), overrides or {})
+    try:
+        return TrainConfig.model_validate(merged)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg']} "
+            f"(got {_short(item['input'])})"
+            for item in error.errors()
+        ]
+        raise ConfigError(f"preset {preset!r} with these overrides: " + "; ".join(lines)) from None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

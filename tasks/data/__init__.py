@@ -1,0 +1,1 @@
+"""Questions and passages: HotpotQA, and the generated miniature."""

@@ -1,0 +1,1 @@
+"""The BM25 index over the pooled passages and its queries."""

@@ -1,0 +1,1 @@
+"""Sampling: the search protocol, the agent loop, the vLLM engine, the unit queue and the reward."""

@@ -1,0 +1,167 @@
+"""What sampling produces: trajectories, groups, and their form in the store.
+
+A group travels as one safetensors object (flat arrays over all its trajectories, token by token)
+with the rest as JSON in the header: no pickle, and a trainer rank can map it without copying.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from tasks.errors import IntegrityError
+
+End = Literal["answered", "truncated", "out_of_turns"]
+TurnKind = Literal["search", "answer", "invalid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One action of the policy and what came back, as half-open token ranges of the trajectory."""
+
+    kind: TurnKind
+    start: int
+    sampled_end: int
+    observed_end: int
+    query: str | None = None
+    passages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One attempt at a question. All arrays have length T, the trajectory's tokens.
+
+    ids: int32, prompt + sampled + observed ids, concatenated and never re-tokenised.
+    loss_mask: bool, True exactly where the policy sampled the token.
+    logprobs: float32, the sampler's log-probability at the sampling temperature; 0 where masked.
+    versions: int32, the policy version that sampled the token; -1 where masked.
+    """
+
+    ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    prompt_tokens: int
+    turns: tuple[Turn, ...]
+    end: End
+    answer: str | None
+    exact_match: bool
+    f1: float
+    reward: float
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def searches(self) -> int:
+        return sum(turn.kind == "search" for turn in self.turns)
+
+    @property
+    def invalid_actions(self) -> int:
+        return sum(turn.kind == "invalid" for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G trajectories of one prompt instance."""
+
+    unit_id: str
+    question_id: str
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySummary:
+    """What the flow needs to know of a trajectory without its tokens."""
+
+    tokens: int
+    sampled_tokens: int
+    reward: float
+    exact_match: bool
+    f1: float
+    end: End
+    searches: int
+    invalid_actions: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """A finished group by reference: `key` is its object in the store."""
+
+    unit_id: str
+    question_id: str
+    key: str
+    worker: str
+    version: int
+    seconds: float
+    trajectories: tuple[TrajectorySummary, ...]
+
+
+def summarise(trajectory: Trajectory) -> TrajectorySummary:
+    return TrajectorySummary(
+        tokens=len(trajectory.ids),
+        sampled_tokens=trajectory.sampled_tokens,
+        reward=trajectory.reward,
+        exact_match=trajectory.exact_match,
+        f1=trajectory.f1,
+        end=trajectory.end,
+        searches=trajectory.searches,
+        invalid_actions=trajectory.invalid_actions,
+    )
+
+
+_ARRAYS: dict[str, np.dtype] = {
+    "ids": np.dtype(np.int32),
+    "loss_mask": np.dtype(np.bool_),
+    "logprobs": np.dtype(np.float32),
+    "versions": np.dtype(np.int32),
+}
+
+
+def group_to_bytes(group: Group) -> bytes:
+    arrays = {
+        name: np.concatenate([getattr(t, name) for t in group.trajectories]).astype(dtype)
+        for name, dtype in _ARRAYS.items()
+    }
+    arrays["lengths"] = np.array([len(t.ids) for t in group.trajectories], np.int64)
+    rest = [{k: v for k, v in asdict(t).items() if k not in _ARRAYS} for t in group.trajectories]
+    header = {"unit_id": group.unit_id, "question_id": group.question_id, "rest": json.dumps(rest)}
+    return save(arrays, metadata=header)
+
+
+def group_from_bytes(data: bytes) -> Group:
+    """Inverse of `group_to_bytes`.
+
+    Raises:
+        IntegrityError: the object is not a group.
+    """
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        arrays = load(data)
+        ends = np.cumsum(arrays["lengths"])
+        trajectories = [
+            _trajectory({name: arrays[name][end - n : end] for name in _ARRAYS}, rest)
+            for n, end, rest in zip(
+                arrays["lengths"], ends, json.loads(header["rest"]), strict=True
+            )
+        ]
+        return Group(header["unit_id"], header["question_id"], tuple(trajectories))
+    except (KeyError, ValueError, TypeError) as error:
+        raise IntegrityError(
+            f"{len(data)} bytes that should hold a group do not: {error}"
+        ) from None
+
+
+def _trajectory(arrays: dict[str, np.ndarray], rest: dict) -> Trajectory:
+    turns = tuple(Turn(**{**t, "passages": tuple(t["passages"])}) for t in rest.pop("turns"))
+    return Trajectory(**arrays, turns=turns, **rest)
+
+
+def total_tokens(groups: Sequence[GroupSummary]) -> int:
+    return sum(t.tokens for g in groups for t in g.trajectories)

@@ -1,0 +1,1 @@
+"""Learning: GRPO, the trainer group, checkpoints and the warm start."""

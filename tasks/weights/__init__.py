@@ -1,0 +1,1 @@
+"""How weights travel: delta codec, manifests, publisher, subscriber, vLLM weight-transfer engine."""
