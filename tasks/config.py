@@ -199,7 +199,7 @@ def _optional_twin(model: type[BaseModel], name: str) -> type[BaseModel]:
             twin = _optional_twin(hint, hint.__name__.replace("Config", "Overrides"))
             fields[key] = (twin | None, Field(None, description=hint.__doc__))
         else:
-            inner: Any = Annotated[hint, *field.metadata]
+            inner: Any = Annotated[hint, *field.metadata] if field.metadata else hint
             fields[key] = (inner | None, Field(None, description=field.description))
     return create_model(name, __config__=model.model_config, __doc__=model.__doc__, **fields)
 

@@ -1,1 +1,1 @@
-"""How weights travel: delta codec, manifests, publisher, subscriber, vLLM weight-transfer engine."""
+"""How weights travel: codec, manifests, publisher, subscriber, vLLM weight-transfer engine."""
