@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from tasks.errors import PolicyError
 if sys.byteorder != "little":  # the written formats are little-endian views of memory
     raise ImportError("tasks.weights needs a little-endian machine")
 
-Bits = np.ndarray[Any, np.dtype[Any]]
+Bits: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+DtypeName: TypeAlias = Literal["bfloat16", "float16", "float32"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -51,7 +52,7 @@ def pattern_dtype(dtype: str) -> np.dtype[Any]:
         ) from None
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> DtypeName:
     """`torch.bfloat16` -> "bfloat16".
 
     Raises:
@@ -59,7 +60,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """
     name = str(dtype).removeprefix("torch.")
     pattern_dtype(name)
-    return name
+    return cast(DtypeName, name)
 
 
 def to_bits(tensor: torch.Tensor) -> Bits:

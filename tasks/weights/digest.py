@@ -64,7 +64,7 @@ def piece(bits: Bits, start: int) -> Piece:
 
 
 def _block_digests(bits: Bits) -> bytes:
-    view = memoryview(bits).cast("B") if bits.size else memoryview(b"")
+    view = bits.data.cast("B") if bits.size else memoryview(b"")
     step = BLOCK_VALUES * bits.itemsize
     return b"".join(
         xxhash.xxh3_128_digest(view[at : at + step]) for at in range(0, len(view), step)

@@ -1,0 +1,236 @@
+"""The commit of a version by rank 0: pure over the ranks' parts, then manifest and head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from tasks.errors import IntegrityError, StoreConflict, StoreError
+from tasks.store import ObjectStore
+from tasks.weights.bits import DtypeName, numel
+from tasks.weights.digest import Piece, combine
+from tasks.weights.manifest import (
+    ANCHOR_CODEC,
+    Head,
+    Manifest,
+    ManifestRef,
+    TensorState,
+    check_child,
+    head_key,
+    manifest_key,
+)
+
+if TYPE_CHECKING:
+    from tasks.weights.publisher import PreparedPart
+
+
+@dataclass(frozen=True)
+class Published:
+    """A committed version.
+
+    Attributes:
+        bytes_written: sizes of the version's objects, whether or not the store had them.
+        bytes_uploaded, objects_created: what really went up: 0 for a base anchor that another run
+            has published already.
+        full_bytes: the bytes of all weights.
+        changed, total: values changed against the parent, of how many.
+    """
+
+    run: str
+    version: int
+    kind: str
+    ref: ManifestRef
+    bytes_written: int
+    bytes_uploaded: int
+    objects_created: int
+    full_bytes: int
+    changed: int
+    total: int
+
+
+def read_head(store: ObjectStore, run: str) -> tuple[Head, str] | None:
+    """The run's head and its ETag; None where the run has none.
+
+    Raises:
+        IntegrityError: the head is not parseable or belongs to another run.
+    """
+    found = store.read_head(head_key(run))
+    return None if found is None else (Head.from_bytes(found[0], run), found[1])
+
+
+def read_ref(store: ObjectStore, run: str) -> ManifestRef | None:
+    """The link to the run's newest version; None where it has none."""
+    found = read_head(store, run)
+    return None if found is None else found[0].ref
+
+
+def load_manifest(store: ObjectStore, run: str, ref: ManifestRef) -> Manifest:
+    """The manifest of a link.
+
+    Raises:
+        IntegrityError: its bytes do not match the link, or it is not valid.
+        StoreError: it is not there.
+    """
+    manifest = Manifest.from_bytes(store.get(manifest_key(run, ref)))
+    if manifest.ref() != ref or manifest.run != run:
+        raise IntegrityError(
+            f"the manifest of run {run!r} version {ref.version} does not match the link to it"
+        )
+    return manifest
+
+
+def commit(
+    store: ObjectStore,
+    run: str,
+    version: int,
+    parts: Sequence[PreparedPart],
+    creation: Mapping[str, str | int | float] | None = None,
+) -> Published:
+    """Make the parts of all ranks the run's next version: manifest first, then the head.
+
+    Calling it again with the same parts after an error that left the outcome open is safe.
+
+    Args:
+        version: the number expected, one above the head's; 0 for a new run.
+        parts: one of each rank.
+        creation: free data for the manifest (step, host, ...).
+
+    Raises:
+        IntegrityError: the parts contradict each other or do not cover every tensor exactly.
+        StoreConflict: another publisher moved the head, or the run exists already.
+        StoreError: the store failed; the head may or may not have moved.
+    """
+    found = read_head(store, run)
+    head, etag = (found[0].ref, found[1]) if found else (None, None)
+    manifest = _assemble(run, version, parts, dict(creation or {}))
+    if head is not None and head != manifest.parent:
+        if head.version == version and _same(load_manifest(store, run, head), manifest):
+            return _published(load_manifest(store, run, head), parts)  # an earlier try got through
+        raise StoreConflict(_conflict(run, manifest, head))
+    if head is None and manifest.parent is not None:
+        raise StoreConflict(f"the head of run {run!r} has vanished; expected {manifest.parent}")
+    if manifest.parent is not None:
+        check_child(load_manifest(store, run, manifest.parent), manifest)
+    ref = manifest.ref()
+    store.create_if_absent(manifest_key(run, ref), manifest.to_bytes())
+    new_head = Head(run=run, version=version, manifest=ref.manifest)
+    try:
+        store.swap(head_key(run), new_head.to_bytes(), etag)
+    except StoreError as error:
+        # The answer may be lost after the head moved, and a retry inside the store then "loses"
+        # against ourselves: what the head names now decides.
+        now = read_ref(store, run)
+        if now != ref:
+            if isinstance(error, StoreConflict):
+                raise StoreConflict(_conflict(run, manifest, now)) from error
+            raise
+    return _published(manifest, parts)
+
+
+def _conflict(run: str, manifest: Manifest, head: ManifestRef | None) -> str:
+    base = "nothing" if manifest.parent is None else f"version {manifest.parent.version}"
+    now = "is gone" if head is None else f"is at version {head.version}"
+    return (
+        f"run {run!r} {now}, this publisher builds on {base}: another publisher writes this run; "
+        f"version {manifest.version} was not published. Stop one of them, or resume from the head"
+    )
+
+
+def _same(committed: Manifest, ours: Manifest) -> bool:
+    return (committed.writer, committed.parent, committed.shards, committed.tensors) == (
+        ours.writer,
+        ours.parent,
+        ours.shards,
+        ours.tensors,
+    )
+
+
+def _assemble(
+    run: str,
+    version: int,
+    parts: Sequence[PreparedPart],
+    creation: dict[str, str | int | float],
+) -> Manifest:
+    """The manifest of the parts, every tensor covered exactly."""
+    ordered = sorted(parts, key=lambda part: part.rank)
+    if [part.rank for part in ordered] != list(range(len(parts))) or not parts:
+        raise IntegrityError(
+            f"parts of ranks {[part.rank for part in ordered]}; expected one of each rank from 0"
+        )
+    first = ordered[0]
+    for part in ordered:
+        if (part.run, part.kind, part.codec, part.base) != (
+            run,
+            first.kind,
+            first.codec,
+            first.base,
+        ):
+            raise IntegrityError(
+                f"rank {part.rank} prepared {part.kind} of run {part.run!r} on {part.base}, "
+                f"rank 0 {first.kind} of run {run!r} on {first.base}"
+            )
+    expected = 0 if first.base is None else first.base.version + 1
+    if version != expected:
+        raise IntegrityError(f"the parts make version {expected} of run {run!r}, not {version}")
+    tensors = _tensor_states(ordered)
+    if first.kind == "anchor":
+        written = {tensor.name: tensor.digest for tensor in tensors}
+        if first.full_digests != written:
+            odd = sorted(dict(first.full_digests.items() ^ written.items()))
+            raise IntegrityError(
+                f"the anchor's full tensors are not what the ranks hold: {odd[:5]}"
+            )
+    return Manifest(
+        run=run,
+        version=version,
+        parent=first.base,
+        kind=first.kind,
+        codec=ANCHOR_CODEC if first.kind == "anchor" else first.codec,
+        shards=tuple(shard for part in ordered for shard in part.shards),
+        tensors=tensors,
+        writer=first.writer,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        creation=creation,
+    )
+
+
+def _tensor_states(parts: Sequence[PreparedPart]) -> tuple[TensorState, ...]:
+    known: dict[str, tuple[tuple[int, ...], DtypeName]] = {}
+    counts: dict[str, int] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for part in parts:
+        for tensor in part.tensors:
+            if known.setdefault(tensor.name, (tensor.shape, tensor.dtype)) != (
+                tensor.shape,
+                tensor.dtype,
+            ):
+                raise IntegrityError(f"the ranks disagree about the shape of {tensor.name}")
+            counts[tensor.name] = counts.get(tensor.name, 0) + tensor.changed
+            pieces.setdefault(tensor.name, []).append(tensor.piece)
+    states: list[TensorState] = []
+    for name, (shape, dtype) in known.items():
+        try:
+            digest = combine(pieces[name], numel(shape))
+        except IntegrityError as error:
+            raise IntegrityError(f"{name}: {error}") from error
+        states.append(
+            TensorState(name=name, shape=shape, dtype=dtype, digest=digest, changed=counts[name])
+        )
+    return tuple(states)
+
+
+def _published(manifest: Manifest, parts: Sequence[PreparedPart]) -> Published:
+    return Published(
+        run=manifest.run,
+        version=manifest.version,
+        kind=manifest.kind,
+        ref=manifest.ref(),
+        bytes_written=sum(shard.bytes for shard in manifest.shards),
+        bytes_uploaded=sum(part.bytes_uploaded for part in parts),
+        objects_created=sum(part.objects_created for part in parts),
+        full_bytes=manifest.full_bytes,
+        changed=manifest.changed,
+        total=manifest.values,
+    )
