@@ -1,0 +1,452 @@
+"""The object store: the only module that talks S3, through s3fs.
+
+Weights, batches, checkpoints and metrics move through it. Three ways to write: `put` overwrites,
+`create` makes an object once (the loser of a race gets `StoreConflict`), `swap` replaces an object
+only if it still is what the caller read (compare-and-swap on its ETag: head pointers). Objects
+named by their own BLAKE3 digest go through `create_object` and `get_object`, which verifies.
+
+Credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) of the process
+that makes the first call; a `StoreLocation` holds none, so it may travel and be logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import s3fs
+from blake3 import blake3
+from fsspec.asyn import sync
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
+from tasks.errors import IntegrityError, StoreConflict, StoreError
+from tasks.store_errors import (
+    CONFLICT_CODES,
+    MISSING_CODES,
+    RANGE_CODES,
+    REQUEST_ERRORS,
+    ObjectMissing,
+    Transient,
+    s3_code,
+    translate,
+)
+
+Data: TypeAlias = bytes | bytearray | memoryview
+T = TypeVar("T")
+
+SINGLE_PUT = 256 * 2**20  # larger objects go up in parts, so that a failure repeats one part only
+PART = 64 * 2**20  # also the range of one parallel read
+_ATTEMPTS = 4
+_RETRY_FOR_S = 30.0
+_CONNECT_S = 5.0
+_READ_S = 30.0  # a store that shares two cores with training can be late without being gone
+
+
+@dataclass(frozen=True)
+class StoreLocation:
+    """Where the objects are. Picklable and free of credentials.
+
+    Raises:
+        StoreError: the endpoint is not an http(s) URL, or carries credentials.
+    """
+
+    endpoint: str
+    bucket: str
+
+    def __post_init__(self) -> None:
+        if not self.endpoint.startswith(("http://", "https://")):
+            raise StoreError(
+                f"store endpoint {self.endpoint!r} is not a URL; expected http://HOST:PORT or "
+                "https://HOST; correct cluster.store_endpoint"
+            )
+        if "@" in self.endpoint:
+            raise StoreError(
+                "the store endpoint carries credentials; remove them from the URL and set "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
+
+
+def object_key(digest: str) -> str:
+    """The key of the content-addressed object with this BLAKE3 digest (hexadecimal)."""
+    return f"objects/{digest[:2]}/{digest}"
+
+
+class ObjectStore:
+    """Synchronous, thread-safe client of one bucket.
+
+    Pickles as its location and reconnects where it is unpickled. Not fork-safe (s3fs runs an
+    event loop in a thread): a forked child gets a StoreError. Keys are relative to the bucket; no
+    key may be a folder of another ("a" and "a/b"), which some servers refuse.
+
+    Every method raises StoreError when the store does not answer after bounded retries or refuses
+    the credentials, ObjectMissing when it lacks the object, StoreConflict when a conditional write
+    loses.
+    """
+
+    def __init__(self, location: StoreLocation) -> None:
+        self.location = location
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._lock = threading.Lock()
+        self._client: s3fs.S3FileSystem | None = None
+        self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[type[ObjectStore], tuple[StoreLocation]]:
+        return (ObjectStore, (self.location,))
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.location.endpoint}, {self.location.bucket})"
+
+    # Reading
+
+    def get(self, key: str) -> bytes:
+        """The object's bytes."""
+        return self._read(key)[0]
+
+    def get_many(self, keys: Iterable[str], concurrency: int = 16) -> list[bytes]:
+        """The objects' bytes in the order of `keys`, read in parallel."""
+        return _parallel(self.get, list(keys), concurrency)
+
+    def get_object(self, digest: str) -> bytes:
+        """The content-addressed object.
+
+        Raises:
+            IntegrityError: the bytes do not have this digest.
+        """
+        data = self.get(object_key(digest))
+        found = blake3(data).hexdigest()
+        if found != digest:
+            raise IntegrityError(
+                f"object {object_key(digest)} has digest {found} ({len(data)} bytes), not the one "
+                "it is named by; delete it so that it can be written again"
+            )
+        return data
+
+    def read_head(self, key: str) -> tuple[bytes, str] | None:
+        """The object's bytes and the ETag for `swap`, both of one read; None if there is none."""
+        try:
+            return self._read(key)
+        except ObjectMissing:
+            return None
+
+    def exists(self, key: str) -> bool:
+        try:
+            self._head(key)
+        except ObjectMissing:
+            return False
+        return True
+
+    def size(self, key: str) -> int:
+        """The object's size in bytes."""
+        return int(self._head(key)["ContentLength"])
+
+    def list(self, prefix: str = "") -> list[str]:
+        """All keys that start with `prefix`, sorted."""
+        return sorted(self._run(f"list {prefix!r}", lambda fs: self._list(fs, prefix)))
+
+    # Writing
+
+    def put(self, key: str, data: Data) -> None:
+        """Write the object, whether it exists or not."""
+        self._run(f"write {key}", lambda fs: self._upload(fs, key, data, "overwrite"))
+        self._count(written=len(data))
+
+    def create(self, key: str, data: Data) -> None:
+        """Write the object unless it exists.
+
+        Raises:
+            StoreConflict: it exists; nothing was changed.
+        """
+        self._conditional(key, data, lambda fs: self._upload(fs, key, data, "create"))
+
+    def create_if_absent(self, key: str, data: Data) -> bool:
+        """Write the object unless it exists; True if this call wrote it."""
+        try:
+            self.create(key, data)
+        except StoreConflict:
+            return False
+        return True
+
+    def put_many_absent(self, objects: Mapping[str, Data], concurrency: int = 16) -> list[str]:
+        """Write those objects that do not exist, in parallel; the keys this call wrote."""
+        keys = list(objects)
+        written = _parallel(lambda k: self.create_if_absent(k, objects[k]), keys, concurrency)
+        return [key for key, new in zip(keys, written, strict=True) if new]
+
+    def create_object(self, data: Data) -> str:
+        """Store the bytes under their own BLAKE3 digest and return it; no upload if present."""
+        digest = blake3(data).hexdigest()
+        if not self.exists(object_key(digest)):
+            self.create_if_absent(object_key(digest), data)
+        return digest
+
+    def swap(self, key: str, data: Data, etag: str | None) -> str:
+        """Replace the object only if its ETag is still `etag` (None: only if there is none).
+
+        Returns the new ETag. Equal bytes have equal ETags: data that must not be confused with an
+        older state has to differ from it (a version number does).
+
+        Raises:
+            StoreConflict: the object changed, appeared or vanished; nothing was written.
+        """
+        match = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
+        body = _body(data)
+
+        async def attempt(fs: s3fs.S3FileSystem) -> str:
+            answer = await fs._call_s3(
+                "put_object", Bucket=self.location.bucket, Key=key, Body=body, **match
+            )
+            return str(answer["ETag"])
+
+        try:
+            etag_now = self._conditional(key, body, attempt)
+        except ObjectMissing as error:  # AWS' answer to If-Match on nothing; others conflict
+            raise StoreConflict(f"{self!r} did not write {key}: the object vanished") from error
+        return etag_now or str(self._head(key)["ETag"])
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove the objects; those that do not exist are no error."""
+        doomed = list(keys)
+        for start in range(0, len(doomed), 1000):  # what one S3 request takes
+            batch = doomed[start : start + 1000]
+            self._run(f"delete {len(batch)} objects", lambda fs, b=batch: self._delete(fs, b))
+
+    # Connection
+
+    def check(self, timeout_s: float = 10.0) -> None:
+        """Make sure the store answers, accepts the credentials and has the bucket (made if not).
+
+        Raises:
+            StoreError: it does not, within `timeout_s`; says what was expected and what to do.
+        """
+        try:
+            self._run("check", self._ensure_bucket, budget_s=timeout_s, attempts=3)
+        except ObjectMissing as error:
+            raise StoreError(
+                f"{self.location.endpoint} answers, but knows no bucket {self.location.bucket!r} "
+                "and makes none; expected an S3 endpoint; correct cluster.store_endpoint"
+            ) from error
+        except TimeoutError:
+            raise StoreError(
+                f"object store {self.location.endpoint} did not answer within {timeout_s:g} s; "
+                "expected an S3 endpoint there; start it, or correct cluster.store_endpoint"
+            ) from None
+
+    async def _ensure_bucket(self, fs: s3fs.S3FileSystem) -> None:
+        bucket = self.location.bucket
+        try:
+            await fs._call_s3("head_bucket", Bucket=bucket)
+        except FileNotFoundError:
+            region = _region()
+            place = {} if region == "us-east-1" else {"LocationConstraint": region}
+            extra = {"CreateBucketConfiguration": place} if place else {}
+            try:
+                await fs._call_s3("create_bucket", Bucket=bucket, **extra)
+            except FileExistsError:  # another process made it at the same time
+                await fs._call_s3("head_bucket", Bucket=bucket)
+
+    def _filesystem(self) -> s3fs.S3FileSystem:
+        if os.getpid() != self._pid:
+            raise StoreError(
+                f"{self!r} was made in process {self._pid} and used in its fork {os.getpid()}; "
+                "start processes by spawn, or make the ObjectStore in the child"
+            )
+        with self._lock:
+            if self._client is None:
+                self._client = _connect(self.location.endpoint)
+            return self._client
+
+    def _run(
+        self,
+        what: str,
+        attempt: Callable[[s3fs.S3FileSystem], Awaitable[T]],
+        budget_s: float | None = None,
+        attempts: int = _ATTEMPTS,
+        on_retry: Callable[[RetryCallState], None] | None = None,
+    ) -> T:
+        """Run `attempt` in s3fs' loop, repeating it after transient errors; others translated.
+
+        With a budget everything together takes at most that long (TimeoutError).
+        """
+        fs = self._filesystem()
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(Transient),
+            stop=stop_after_attempt(attempts) | stop_after_delay(_RETRY_FOR_S),
+            wait=wait_random_exponential(multiplier=0.2, max=5),
+            before_sleep=on_retry,
+            reraise=True,
+        )
+
+        async def bounded() -> T:
+            trials = retrying(self._translated, what, attempt, fs)
+            return await asyncio.wait_for(trials, budget_s)
+
+        try:
+            outcome: Any = sync(fs.loop, bounded)
+        except Transient as error:
+            raise StoreError(
+                f"object store {self.location.endpoint} failed to {what}, {attempts} times: "
+                f"{error}; expected an S3 endpoint there; start it, or correct the address"
+            ) from error.__cause__
+        return outcome
+
+    async def _translated(
+        self,
+        what: str,
+        attempt: Callable[[s3fs.S3FileSystem], Awaitable[T]],
+        fs: s3fs.S3FileSystem,
+    ) -> T:
+        try:
+            return await attempt(fs)
+        except StoreError:
+            raise
+        except REQUEST_ERRORS as error:
+            raise translate(error, self.location.endpoint, self.location.bucket, what) from error
+
+    # Requests
+
+    def _conditional(
+        self, key: str, data: Data, attempt: Callable[[s3fs.S3FileSystem], Awaitable[T]]
+    ) -> T | None:
+        """Run a conditional write; None if it had succeeded though its answer was lost."""
+        retries: list[RetryCallState] = []
+        try:
+            result = self._run(f"write {key}", attempt, on_retry=retries.append)
+        except StoreConflict:
+            # After a lost answer the repeated request conflicts with our own first one.
+            head = self.read_head(key) if retries else None
+            if head is None or head[0] != data:
+                raise
+            result = None
+        self._count(written=len(data))
+        return result
+
+    async def _upload(self, fs: s3fs.S3FileSystem, key: str, data: Data, mode: str) -> None:
+        # s3fs sends one request below twice the chunk size, and honours `mode` in both ways.
+        chunk = SINGLE_PUT if len(data) <= SINGLE_PUT else PART
+        await fs._pipe_file(
+            f"{self.location.bucket}/{key}", _body(data), chunksize=chunk, mode=mode
+        )
+
+    def _read(self, key: str) -> tuple[bytes, str]:
+        data, etag = self._run(f"read {key}", lambda fs: self._fetch(fs, key))
+        self._count(read=len(data))
+        return data, etag
+
+    async def _fetch(self, fs: s3fs.S3FileSystem, key: str) -> tuple[bytes, str]:
+        """One ranged read, and parallel ones of the same state for what it leaves."""
+        where = {"Bucket": self.location.bucket, "Key": key}
+        try:
+            first = await fs._call_s3("get_object", **where, Range=f"bytes=0-{PART - 1}")
+        except OSError as error:
+            if s3_code(error) not in RANGE_CODES:
+                raise
+            first = await fs._call_s3("get_object", **where)  # an empty object has no range
+        data, etag = await _body_of(first), str(first["ETag"])
+        size = int(str(first.get("ContentRange", f"/{len(data)}")).rpartition("/")[2])
+        slots = asyncio.Semaphore(fs.max_concurrency)
+
+        async def part(start: int) -> bytes:
+            async with slots:
+                span = f"bytes={start}-{min(start + PART, size) - 1}"
+                answer = await fs._call_s3("get_object", **where, Range=span, IfMatch=etag)
+                return await _body_of(answer)
+
+        try:
+            rest = await asyncio.gather(*(part(start) for start in range(PART, size, PART)))
+        except OSError as error:
+            if s3_code(error) in CONFLICT_CODES:  # overwritten while we read: read again
+                raise Transient("the object was replaced during the read") from error
+            raise
+        return b"".join([data, *rest]) if rest else data, etag
+
+    def _head(self, key: str) -> dict[str, Any]:
+        return self._run(
+            f"look up {key}",
+            lambda fs: fs._call_s3("head_object", Bucket=self.location.bucket, Key=key),
+        )
+
+    async def _list(self, fs: s3fs.S3FileSystem, prefix: str) -> list[str]:
+        keys: list[str] = []
+        more: dict[str, str] = {}
+        while True:
+            page = await fs._call_s3(
+                "list_objects_v2", Bucket=self.location.bucket, Prefix=prefix, **more
+            )
+            found = [entry["Key"] for entry in page.get("Contents", [])]
+            keys.extend(key for key in found if not key.endswith("/"))  # folder markers
+            if not page.get("IsTruncated"):
+                return keys
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    async def _delete(self, fs: s3fs.S3FileSystem, keys: list[str]) -> None:
+        answer = await fs._call_s3(
+            "delete_objects",
+            Bucket=self.location.bucket,
+            Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True},
+        )
+        errors = [e for e in answer.get("Errors", []) if e.get("Code") not in MISSING_CODES]
+        if errors:
+            first = errors[0]
+            raise StoreError(
+                f"{self!r} cannot delete {len(errors)} of {len(keys)} objects; the first is "
+                f"{first.get('Key')}: {first.get('Code')}: {first.get('Message')}"
+            )
+
+    def _count(self, read: int = 0, written: int = 0) -> None:
+        with self._lock:
+            self.bytes_read += read
+            self.bytes_written += written
+
+
+def _connect(endpoint: str) -> s3fs.S3FileSystem:
+    client = s3fs.S3FileSystem(
+        endpoint_url=endpoint,
+        use_listings_cache=False,  # other processes write too
+        skip_instance_cache=True,  # a new ObjectStore reads the environment's credentials again
+        client_kwargs={"region_name": _region()},
+        config_kwargs={
+            "connect_timeout": _CONNECT_S,
+            "read_timeout": _READ_S,
+            "max_pool_connections": 32,
+            # One layer of retries, ours: it has to know whether a conditional write was repeated.
+            "retries": {"total_max_attempts": 1},
+            "request_checksum_calculation": "when_required",  # not every S3 server knows CRC32
+            "response_checksum_validation": "when_required",
+        },
+    )
+    client.retries = 1  # s3fs' own, for the same reason
+    return client
+
+
+def _region() -> str:
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+
+
+async def _body_of(answer: Any) -> bytes:
+    async with answer["Body"] as stream:
+        return await stream.read()
+
+
+def _body(data: Data) -> bytes | bytearray:
+    return bytes(data) if isinstance(data, memoryview) else data
+
+
+def _parallel(call: Callable[[str], T], keys: list[str], concurrency: int) -> list[T]:
+    if not keys:
+        return []
+    with ThreadPoolExecutor(min(concurrency, len(keys)), thread_name_prefix="store") as pool:
+        return list(pool.map(call, keys))
