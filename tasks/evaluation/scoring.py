@@ -1,7 +1,7 @@
 """Exact match and F1 as HotpotQA's official evaluation script defines them, and answer extraction.
 
 Source: `hotpot_evaluate_v1.py` of https://github.com/hotpotqa/hotpot (Yang et al. 2018), which is
-SQuAD's scorer with a rule of its own: where either side is yes, no or noanswer, F1 is all or nothing.
+SQuAD's scorer and one rule more: where either side is yes, no or noanswer, F1 is all or nothing.
 """
 
 from __future__ import annotations

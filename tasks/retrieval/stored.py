@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from tasks.errors import IntegrityError, StoreConflict
+from tasks.errors import IntegrityError
 from tasks.retrieval.bm25 import Index
 
 FORMAT = 1
@@ -24,7 +24,7 @@ class Store(Protocol):
 
     def exists(self, key: str, /) -> bool: ...
     def get(self, key: str, /) -> bytes: ...
-    def create_if_absent(self, key: str, data: bytes, /) -> Any: ...
+    def create_if_absent(self, key: str, data: bytes, /) -> bool: ...
     def create_object(self, data: bytes, /) -> str: ...
     def get_object(self, digest: str, /) -> bytes: ...
 
@@ -54,12 +54,8 @@ def store_index(store: Store, index: Index) -> str:
             data = path.read_bytes()
             files[path.name] = {"digest": store.create_object(data), "bytes": len(data)}
     description = {"format": FORMAT, "key": index.key, "files": files}
-    try:
-        store.create_if_absent(
-            name_of(index.key), json.dumps(description, indent=1, sort_keys=True).encode()
-        )
-    except StoreConflict:
-        pass  # another process stored the same content in the meantime
+    text = json.dumps(description, indent=1, sort_keys=True)
+    store.create_if_absent(name_of(index.key), text.encode())
     return index.key
 
 
