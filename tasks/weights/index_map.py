@@ -3,7 +3,7 @@
 `learn` runs the model's `load_weights` over tagged tensors of the checkpoint's shapes, one at a
 time, and intercepts every `copy_` (nothing is copied, the engine's weights stay as they are, and
 the tagged tensors' memory is never touched): source and destination views say which block goes
-where, through fused qkv and gate_up, tied embeddings and tensor-parallel slices alike. A loader that
+where, through fused qkv and gate_up, tied embeddings and tensor-parallel slices alike. One that
 computes something on the way is refused. Afterwards `scatter` writes absolute values straight
 through the map and `gather` reads them back.
 """
