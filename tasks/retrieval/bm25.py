@@ -14,6 +14,7 @@ posting lists of common words (MaxScore) was tried and made it slower at this si
 from __future__ import annotations
 
 import json
+import logging
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ import pyarrow as pa
 from tasks.data.questions import Passage
 from tasks.errors import DataError, IntegrityError
 from tasks.retrieval import tokenize
+
+# On import bm25s sets its logger to DEBUG, and a line an index would reach every Prefect run log.
+logging.getLogger("bm25s").setLevel(logging.WARNING)
 
 FORMAT = 1
 METHOD = "lucene"
@@ -120,7 +124,7 @@ class Index:
             table = pa.ipc.open_file(source).read_all()
             index = cls(meta["key"], meta["k1"], meta["b"], bm25, table)
             index._check(meta)
-        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
             raise IntegrityError(f"index {folder} cannot be read: {error}") from error
         return index
 
