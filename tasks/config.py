@@ -30,7 +30,7 @@ SEARCH_R1_INSTRUCTION = (
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(_Section):
@@ -231,9 +231,11 @@ def resolve(preset: str, overrides: BaseModel | dict[str, Any] | None = None) ->
         raise ConfigError(f"preset {preset!r} does not exist; choose one of {preset_names()}")
     if isinstance(overrides, BaseModel):
         overrides = overrides.model_dump(exclude_none=True)
-    merged = _merge(tomllib.loads(path.read_text()), overrides or {})
     try:
+        merged = _merge(tomllib.loads(path.read_text()), overrides or {})
         return TrainConfig.model_validate(merged)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}; mend it") from None
     except ValidationError as error:
         lines = [
             f"{'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg']} "

@@ -1,0 +1,116 @@
+"""What a step was like: numbers of a batch, and the run's history as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+
+from tasks.rollout.trajectory import GroupSummary
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    """Means over the trajectories of a batch of groups.
+
+    uniform_groups: share of groups whose trajectories all have the same reward (no gradient).
+    """
+
+    groups: int
+    trajectories: int
+    tokens: int
+    sampled_tokens: int
+    reward: float
+    exact_match: float
+    f1: float
+    answered: float
+    truncated: float
+    searches: float
+    invalid_actions: float
+    uniform_groups: float
+
+
+def batch_stats(groups: Sequence[GroupSummary]) -> BatchStats:
+    all_of = [t for group in groups for t in group.trajectories]
+    return BatchStats(
+        groups=len(groups),
+        trajectories=len(all_of),
+        tokens=sum(t.tokens for t in all_of),
+        sampled_tokens=sum(t.sampled_tokens for t in all_of),
+        reward=fmean(t.reward for t in all_of),
+        exact_match=fmean(t.exact_match for t in all_of),
+        f1=fmean(t.f1 for t in all_of),
+        answered=fmean(t.end == "answered" for t in all_of),
+        truncated=fmean(t.end == "truncated" for t in all_of),
+        searches=fmean(t.searches for t in all_of),
+        invalid_actions=fmean(t.invalid_actions for t in all_of),
+        uniform_groups=fmean(len({t.reward for t in g.trajectories}) == 1 for g in groups),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One line of `metrics.jsonl`. Seconds are wall seconds of the stage; bytes are of the store.
+
+    version: published by this step. update: what the trainer group reports (loss, grad_norm, ...).
+    """
+
+    step: int
+    version: int
+    batch: BatchStats
+    update: dict[str, float]
+    seconds: dict[str, float]
+    delta_bytes: int
+    full_bytes: int
+
+    def line(self) -> str:
+        """The step for a human, one line."""
+        stages = " ".join(f"{name} {value:.1f}s" for name, value in self.seconds.items())
+        rate = self.batch.sampled_tokens / max(self.seconds["rollout"], 1e-9)
+        return (
+            f"step {self.step} v{self.version} reward {self.batch.reward:.3f} "
+            f"EM {self.batch.exact_match:.3f} {rate:,.0f} tokens/s | {stages} | "
+            f"delta {self.delta_bytes:,} of {self.full_bytes:,} bytes"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Exact match and F1 on held-out questions, greedy and sampled, with 95 % Wilson intervals."""
+
+    version: int
+    step: int
+    questions: int
+    greedy: BatchStats
+    sampled: BatchStats
+    greedy_interval: tuple[float, float]
+    sampled_interval: tuple[float, float]
+
+    def line(self) -> str:
+        """The evaluation for a human, one line."""
+        return (
+            f"evaluation v{self.version} on {self.questions} questions: EM sampled "
+            f"{_with(self.sampled.exact_match, self.sampled_interval)}, greedy "
+            f"{_with(self.greedy.exact_match, self.greedy_interval)}"
+        )
+
+
+def _with(value: float, interval: tuple[float, float]) -> str:
+    return f"{value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
+
+
+@dataclass(slots=True)
+class History:
+    """All records of a run, in order."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    loads: dict[str, int] = field(default_factory=dict)
+
+    def to_jsonl(self) -> bytes:
+        """Each record on a line of its own, its kind in `kind`."""
+        rows = [{"kind": "step", **asdict(record)} for record in self.steps]
+        rows += [{"kind": "evaluation", **asdict(record)} for record in self.evaluations]
+        rows.append({"kind": "loads", **self.loads})
+        return "".join(json.dumps(row) + "\n" for row in rows).encode()

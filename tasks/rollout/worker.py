@@ -1,0 +1,254 @@
+"""The rollout worker: warm engine, index and tokenizer, and the resident loop that pulls units.
+
+Warm state outlives runs: a second run on a standing worker finds the engine started, the index
+mapped and the base anchor on disk. `Loads` counts what really was loaded, so this can be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from distributed import Worker
+
+from tasks.config import TrainConfig
+from tasks.errors import KindlingError, RunClosed
+from tasks.retrieval.stored import fetch_index
+from tasks.rollout.agent import AgentLoop, Retriever, Unit
+from tasks.rollout.batches import unit_from_wire
+from tasks.rollout.board import WorkerQueue
+from tasks.rollout.engine import Engine, VllmEngine
+from tasks.rollout.protocol import SearchProtocol
+from tasks.rollout.trajectory import Group, GroupSummary, group_to_bytes, summarise
+from tasks.store import ObjectStore, StoreLocation
+from tasks.training.policy import load_tokenizer, resolve_model_dir
+from tasks.warm import this_worker, warm
+from tasks.weights.transfer import Applied, EngineWeights
+
+ASK_AGAIN_S = 0.05
+"""A busy worker that found the queue empty asks again after this long, not at every engine step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """What a worker is told of a run; small, and without credentials."""
+
+    run: str
+    config: TrainConfig
+    store: StoreLocation
+    index_key: str
+    cache_dir: str
+
+
+@dataclass(slots=True)
+class Loads:
+    """What a worker process has loaded since it started."""
+
+    engines: int = 0
+    indexes: int = 0
+    anchors: int = 0
+
+
+class Weights(Protocol):
+    """How an engine gets its version; `tasks.weights.transfer.EngineWeights` is one."""
+
+    @property
+    def anchor_loads(self) -> int: ...
+
+    def holds(self, run: str, version: int) -> bool: ...
+
+    def apply(self, run: str, version: int) -> Applied: ...
+
+
+@dataclass(slots=True)
+class Warm:
+    """One worker's engine and index, kept for as long as they fit what runs ask for."""
+
+    loads: Loads = field(default_factory=Loads)
+    engine_key: str = ""
+    engine: Engine | None = None
+    weights: Weights | None = None
+    indexes: dict[str, Retriever] = field(default_factory=dict)
+
+    def serve(self, spec: RolloutSpec) -> tuple[AgentLoop, Weights]:
+        """The agent loop for a run, over an engine that is started only where none fits."""
+        config = spec.config
+        model_dir = resolve_model_dir(config.model.path, Path(spec.cache_dir) / "models")
+        key = _engine_key(model_dir, spec)
+        if self.engine is None or self.weights is None or key != self.engine_key:
+            self.engine, self.weights, self.engine_key = None, None, ""
+            engine = VllmEngine(model_dir, config)
+            anchors = Path(spec.cache_dir) / "anchors"
+            self.engine = engine
+            self.weights = EngineWeights(engine.llm, spec.store, anchors)
+            self.engine_key = key
+            self.loads.engines += 1
+        if spec.index_key not in self.indexes:
+            folder = Path(spec.cache_dir) / "indexes"
+            index = fetch_index(ObjectStore(spec.store), spec.index_key, folder)
+            self.indexes = {spec.index_key: index}
+            self.loads.indexes += 1
+        tokenizer: Any = load_tokenizer(model_dir, config.model.chat)
+        protocol = SearchProtocol(tokenizer, config.model, config.rollout)
+        loop = AgentLoop(
+            self.engine,
+            protocol,
+            self.indexes[spec.index_key],
+            config.rollout,
+            config.model.context,
+            config.retrieval.top_k,
+        )
+        return loop, self.weights
+
+
+def _engine_key(model_dir: Path, spec: RolloutSpec) -> str:
+    """An engine fits another run when all of this is the same; weights do not matter."""
+    rollout = spec.config.rollout
+    wanted = {
+        "model": str(model_dir),
+        "architecture": (model_dir / "config.json").read_text(),
+        "context": spec.config.model.context,
+        "max_sequences": rollout.max_sequences,
+        "kv_cache_gib": rollout.kv_cache_gib,
+        "store": asdict(spec.store),
+    }
+    return json.dumps(wanted, sort_keys=True)
+
+
+def serve_run(spec: RolloutSpec) -> None:
+    """Serves a run until it is closed. A Dask task; one on each rollout worker.
+
+    Raises:
+        KindlingError: what stopped it, other than the run's end.
+    """
+    worker = this_worker()
+    queue = WorkerQueue(worker, spec.run)
+    state = warm("rollout", Warm)
+    before = asdict(state.loads)
+    agent, weights = state.serve(spec)
+    queue.report({"kind": "ready", "loads": _difference(before, state, weights)})
+    resident = Resident(worker, queue, agent, weights, ObjectStore(spec.store), spec)
+    try:
+        resident.run()
+    except RunClosed:
+        return
+    finally:
+        agent.abort()
+        resident.close()
+
+
+def _difference(before: dict[str, int], state: Warm, weights: Weights) -> dict[str, int]:
+    state.loads.anchors = weights.anchor_loads
+    return {name: value - before[name] for name, value in asdict(state.loads).items()}
+
+
+class Resident:
+    """The loop: pull while there is room, bring the engine to the version, step, hand groups in."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        queue: WorkerQueue,
+        agent: AgentLoop,
+        weights: Weights,
+        store: ObjectStore,
+        spec: RolloutSpec,
+    ) -> None:
+        self._worker = worker
+        self._queue = queue
+        self._agent = agent
+        self._weights = weights
+        self._store = store
+        self._spec = spec
+        self._waiting: list[Unit] = []
+        self._began: dict[str, tuple[Unit, float]] = {}
+        self._handing_in: list[Future[None]] = []
+        self._ask_again = 0.0
+        # Storing and reporting a group overlaps with the engine's next steps.
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="hand-in")
+
+    def run(self) -> None:
+        """Until RunClosed."""
+        while True:
+            self._pull()
+            self._start()
+            if self._agent.active:
+                for group in self._agent.step():
+                    self._handing_in.append(self._pool.submit(self._hand_in, group))
+            self._check_handed_in()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _pull(self) -> None:
+        """Asks for units when a whole group fits; waits only when there is nothing to do."""
+        if self._waiting:
+            return
+        rollout = self._spec.config.rollout
+        room = (rollout.max_sequences - self._agent.active) // rollout.group_size
+        idle = self._agent.active == 0
+        if idle or (room > 0 and time.perf_counter() > self._ask_again):
+            units = self._queue.pull(max(room, 1), wait=idle)
+            self._waiting = [unit_from_wire(unit) for unit in units]
+            if not units:
+                self._ask_again = time.perf_counter() + ASK_AGAIN_S
+
+    def _start(self) -> None:
+        """Starts the pulled units of the engine's version; another version waits until it idles."""
+        while self._waiting:
+            unit = self._waiting[0]
+            if not self._weights.holds(self._spec.run, unit.version):
+                if self._agent.active:
+                    return
+                self._bring_to(unit.version)
+            self._waiting.pop(0)
+            self._began[unit.unit_id] = (unit, time.perf_counter())
+            try:
+                self._agent.submit(unit)
+            except KindlingError as error:
+                self._queue.fail(unit.unit_id, f"{self._worker.address}: {error}")
+
+    def _bring_to(self, version: int) -> None:
+        anchors = self._weights.anchor_loads
+        applied = self._weights.apply(self._spec.run, version)
+        self._queue.report(
+            {
+                "kind": "applied",
+                "version": version,
+                "update": applied.kind,
+                "values": applied.values,
+                "fetch_s": applied.fetch_s,
+                "stopped_s": applied.stopped_s,
+                "anchor_loads": self._weights.anchor_loads - anchors,
+            }
+        )
+
+    def _hand_in(self, group: Group) -> None:
+        """Stores a group, then reports it: what the queue knows of can be read."""
+        unit, began = self._began.pop(group.unit_id)
+        key = f"runs/{self._spec.run}/groups/{group.unit_id}.safetensors"
+        self._store.put(key, group_to_bytes(group))
+        summary = GroupSummary(
+            unit_id=group.unit_id,
+            question_id=group.question_id,
+            key=key,
+            worker=self._worker.address,
+            version=unit.version,
+            seconds=time.perf_counter() - began,
+            trajectories=tuple(summarise(t) for t in group.trajectories),
+        )
+        self._queue.complete(asdict(summary))
+
+    def _check_handed_in(self) -> None:
+        """Raises what went wrong while handing in."""
+        still: list[Future[None]] = []
+        for future in self._handing_in:
+            if future.done():
+                future.result()
+            else:
+                still.append(future)
+        self._handing_in = still

@@ -1,0 +1,119 @@
+"""Demonstration trajectories for the warm start, built from a dataset's supporting facts.
+
+A good one searches the gold titles in turn and gives the answer. The others show the protocol
+played badly (a guess, a vague query, a search led astray, an answer too early, a missing tag): they
+leave the policy fluent in the protocol and poor at the task, which is what reinforcement learning
+starts from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tasks.data.questions import Passage, Question
+from tasks.rollout.agent import Retriever
+from tasks.rollout.protocol import SearchProtocol
+
+FAULTS = ("guess", "early", "astray", "vague", "untagged")
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """ids int32 [T]; loss_mask bool [T], True on the tokens the policy is to learn."""
+
+    ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+class Demonstrator:
+    """Plays questions against the real retriever, in the policy's own tokens."""
+
+    def __init__(
+        self, protocol: SearchProtocol, retriever: Retriever, top_k: int, context: int
+    ) -> None:
+        self._protocol = protocol
+        self._retriever = retriever
+        self._top_k = top_k
+        self._context = context
+
+    def good(self, question: Question) -> Demonstration | None:
+        """Searches every gold title, then answers; None where that outgrows the context."""
+        play = _Play(self._protocol, question)
+        for title in dict.fromkeys(question.gold_titles):
+            play.act(f"<search> {title} </search>")
+            play.observe(self._protocol.observation(self._search(title)))
+        play.act(f"<answer> {question.answers[0]} </answer>")
+        return play.done(self._context)
+
+    def bad(self, question: Question, rng: random.Random) -> Demonstration | None:
+        """One fault, then a wrong title for an answer; None where it outgrows the context."""
+        fault = rng.choice(FAULTS)
+        play = _Play(self._protocol, question)
+        seen: Sequence[Passage] = question.context
+        if fault == "untagged":
+            play.act(f" {question.gold_titles[0]}", end_of_turn=True)
+            play.observe(self._protocol.corrective)
+        if fault in ("early", "astray"):
+            seen = self._search(question.gold_titles[0])
+            play.act(f"<search> {question.gold_titles[0]} </search>")
+            play.observe(self._protocol.observation(seen))
+        if fault in ("astray", "vague"):
+            query = rng.choice(seen).title if fault == "astray" else _one_word(question, rng)
+            play.act(f"<search> {query} </search>")
+            seen = self._search(query) or seen
+            play.observe(self._protocol.observation(seen))
+        play.act(f"<answer> {rng.choice(seen).title} </answer>")
+        return play.done(self._context)
+
+    def _search(self, query: str) -> list[Passage]:
+        hits = self._retriever.search([query], self._top_k)[0]
+        return [self._retriever.passage(hit.passage_id) for hit in hits]
+
+
+def _one_word(question: Question, rng: random.Random) -> str:
+    return rng.choice(question.gold_titles[0].split())
+
+
+class _Play:
+    def __init__(self, protocol: SearchProtocol, question: Question) -> None:
+        self._protocol = protocol
+        self._ids = list(protocol.prompt(question.question))
+        self._mask = [False] * len(self._ids)
+
+    def act(self, text: str, end_of_turn: bool = False) -> None:
+        ids = self._protocol.encode_action(text, end_of_turn)
+        self._ids.extend(ids)
+        self._mask.extend([True] * len(ids))
+
+    def observe(self, ids: Sequence[int]) -> None:
+        self._ids.extend(ids)
+        self._mask.extend([False] * len(ids))
+
+    def done(self, context: int) -> Demonstration | None:
+        if len(self._ids) > context:
+            return None
+        return Demonstration(np.array(self._ids, np.int32), np.array(self._mask, bool))
+
+
+def demonstrations(
+    demonstrator: Demonstrator,
+    questions: Sequence[Question],
+    count: int,
+    good_share: float,
+    seed: int,
+) -> list[Demonstration]:
+    """`count` demonstrations, at least `good_share` of them good, in a seeded order."""
+    rng = random.Random(f"{seed}-demonstrations")
+    made: list[Demonstration] = []
+    order = [questions[i] for i in rng.sample(range(len(questions)), len(questions))]
+    for number in range(count):
+        question = order[number % len(order)]
+        good = rng.random() < good_share
+        demonstration = demonstrator.good(question) if good else demonstrator.bad(question, rng)
+        if demonstration is not None:
+            made.append(demonstration)
+    return made
