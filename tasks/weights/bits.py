@@ -80,7 +80,7 @@ def from_bits(bits: Bits, dtype: str, shape: Sequence[int] | None = None) -> tor
     """The tensor of a flat pattern, of `shape` (flat where None); shares memory with `bits`."""
     signed = np.dtype("<i2") if pattern_dtype(dtype).itemsize == 2 else np.dtype("<i4")
     tensor = torch.from_numpy(bits.view(signed)).view(TORCH_DTYPES[dtype])
-    return tensor if shape is None else tensor.view(*shape)
+    return tensor if shape is None else tensor.view(tuple(shape))
 
 
 def is_finite(bits: Bits, dtype: str) -> bool:

@@ -112,7 +112,8 @@ class EngineWeights:
         if len(found) != 1 or found[0] is None or not hasattr(found[0], "prefetch"):
             raise PolicyError(
                 "the engine has no Kindling weight transfer in this process; build it after "
-                f"prepare_vllm(), with weight_transfer_config={{'backend': {BACKEND!r}}}, one worker"
+                f"prepare_vllm(), with one worker and weight_transfer_config={{'backend': "
+                f"{BACKEND!r}}}"
             )
         self._transfer: KindlingWeightTransferEngine = found[0]
         info = {

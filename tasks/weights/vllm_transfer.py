@@ -18,6 +18,8 @@ import threading
 from dataclasses import dataclass
 
 import torch
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -63,10 +65,19 @@ class KindlingWeightTransferEngine(WeightTransferEngine[KindlingInitInfo, Kindli
     update_info_cls = KindlingUpdateInfo
     supports_draft_weight_update = False
 
-    state: State = Nothing()
-    subscriber: Subscriber | None = None
-    _map: IndexMap | None = None
-    _pending: Update | None = None
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.state: State = Nothing()
+        self.subscriber: Subscriber | None = None
+        self._map: IndexMap | None = None
+        self._pending: Update | None = None
+        self._lock = threading.Lock()
 
     def init_transfer_engine(self, init_info: KindlingInitInfo) -> None:
         """Connect to a store; a second call for another store drops the shadow.
@@ -75,7 +86,6 @@ class KindlingWeightTransferEngine(WeightTransferEngine[KindlingInitInfo, Kindli
             PolicyError: parameters of the model are empty (see `check_parameters`).
         """
         check_parameters(dict(self.model.named_parameters()))
-        self._lock = threading.Lock()
         location = StoreLocation(init_info.endpoint, init_info.bucket)
         if self.subscriber is None or self.subscriber.store.location != location:
             self.subscriber = Subscriber(ObjectStore(location), init_info.cache_dir)
