@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tasks.rollout.trajectory import Group, GroupSummary, Trajectory, summarise
@@ -41,7 +42,9 @@ def tiny_model(seed: int = 0, **changes: object) -> Qwen2ForCausalLM:
 
 def save_tiny_policy(folder: Path, seed: int = 0, chat: bool = True, **changes: object) -> Path:
     """A whole policy folder: bf16 safetensors, config, tokenizer (with a chat template or not)."""
-    tiny_model(seed, **changes).to(torch.bfloat16).save_pretrained(folder)
+    model = tiny_model(seed, **changes)
+    nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1")

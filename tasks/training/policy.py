@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +217,7 @@ def token_logprobs(
     select = loss_mask_BT[:, 1:]
     if has_plain_head(model):
         hidden_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-        head = model.get_output_embeddings()
+        head = cast(nn.Module, model.get_output_embeddings())
         rows_ND = hidden_BTD[:, :-1][select]
     else:
         head = nn.Identity()
