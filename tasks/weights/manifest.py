@@ -56,6 +56,9 @@ class ManifestRef(_Record):
     version: Count
     manifest: Blake3
 
+    def __hash__(self) -> int:
+        return hash((self.version, self.manifest))
+
 
 class Shard(_Record):
     """One immutable object of a version.

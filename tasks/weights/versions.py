@@ -97,15 +97,13 @@ def plan(
     link: ManifestRef | None = head
     try:
         while link is not None:
-            if target is not None and link == held:
-                return Plan(target, tuple(reversed(steps)))
             manifest = load(link)
-            _check_link(run, link, manifest, child)
+            _check_link(run, link, manifest, child)  # what is held is checked as a parent, too
             if manifest.version == version:
                 target = manifest
-                if link == held:
-                    return Plan(target, ())
             if target is not None:
+                if link == held:
+                    return Plan(target, tuple(reversed(steps)))
                 steps.append(manifest)
                 if manifest.kind == "anchor":
                     return Plan(target, tuple(reversed(steps)))
