@@ -86,7 +86,7 @@ def kill_group(token: str, pids: Iterable[int] = ()) -> None:
         for process in members:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(members, timeout=5)
+        _wait_gone(members, 5.0)
     raise ServiceError(
         f"processes {[p.pid for p in members]} survive SIGKILL; look at them by hand"
     )
@@ -102,7 +102,7 @@ def stop_children(children: Sequence[Child], token: str, grace_s: float = GRACE_
             process = psutil.Process(child.pid)
             process.send_signal(signal.SIGTERM if child.drains else signal.SIGKILL)
             waiting.append(process)
-    psutil.wait_procs(waiting, timeout=grace_s)
+    _wait_gone(waiting, grace_s)
     kill_group(token, [child.pid for child in children])
 
 
@@ -265,6 +265,15 @@ def _created(pid: int) -> float:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).create_time()
     return 0.0
+
+
+def _wait_gone(processes: Sequence[psutil.Process], timeout_s: float) -> None:
+    """Wait until none runs. A zombie counts as gone: it is its parent's to collect, and psutil's
+    own waiting takes it for alive where the machine's first process collects none."""
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while any(_runs(process) for process in processes) and time.monotonic() < deadline:
+        pause.wait(0.02)
 
 
 def _runs(process: psutil.Process) -> bool:
