@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasks.config import TrainingConfig
 from tasks.errors import NotFiniteError
 from tasks.training.grpo import (
     clipped_objective,
@@ -19,6 +20,7 @@ from tasks.training.grpo import (
     masked_sum,
     token_mean,
 )
+from tasks.training.objective import SUMS, terms
 
 pytestmark = pytest.mark.fast
 REFERENCE = Path(__file__).resolve().parents[2] / "shared/reference/core_algos_reference.json"
@@ -145,6 +147,32 @@ def test_outside_the_mask_nothing_counts_not_even_nan() -> None:
     assert total.item() == 4.0
     assert values.grad is not None
     assert values.grad.tolist() == [[1.0, 0.0], [1.0, 0.0]]
+
+
+def test_the_whole_loss_by_finite_differences_and_zero_outside_the_mask() -> None:
+    torch.manual_seed(0)
+    new, entropy, old, reference = (torch.randn(4, 6, dtype=torch.float64) * 0.5 for _ in range(4))
+    mask = torch.rand(4, 6) > 0.4
+    advantages = torch.randn(4, 1, dtype=torch.float64)
+    training = TrainingConfig.model_validate(
+        {"clip_high": 0.28, "kl_coefficient": 0.3, "entropy_coefficient": 0.05}
+    )
+
+    def loss(logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+        made = terms(logprobs, entropies, old, reference, advantages, mask, training)
+        return token_mean(made.loss_BT, mask, int(mask.sum()))
+
+    inputs = (new.requires_grad_(), entropy.requires_grad_())
+    assert torch.autograd.gradcheck(loss, inputs)
+    for gradient in torch.autograd.grad(loss(*inputs), inputs):
+        assert (gradient[~mask] == 0).all()
+        assert (gradient[mask] != 0).any()
+    made = terms(new, entropy, old, reference, advantages, mask, training)
+    sums = dict(zip(SUMS, made.sums.tolist(), strict=True))
+    difference = (old - new)[mask]
+    assert sums["mismatch_kl"] == pytest.approx(float(difference.sum()))
+    assert sums["kl"] == pytest.approx(float(kl_k3(new, reference)[mask].sum()))
+    assert float(made.worst) == pytest.approx(float(difference.abs().max()))
 
 
 def test_token_mean_does_not_depend_on_the_cut() -> None:

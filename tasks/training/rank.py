@@ -168,6 +168,9 @@ class TrainerRank:
 
     def _update(self, groups: Groups, plan: UpdatePlan, step: int) -> dict[str, float]:
         began = time.perf_counter()
+        if self.device.type == "cpu":
+            # Here, not once: the setting belongs to the thread, and Dask runs tasks in any.
+            torch.set_num_threads(self.config.cluster.trainer_threads)
         mine, counts = self._prepare(groups, plan, step)
         sums, norms, rate, micros = torch.zeros(len(SUMS), dtype=torch.float64), [], 0.0, 0
         first = {"mismatch_kl": 0.0, "mismatch_max": 0.0}

@@ -80,10 +80,11 @@ class ShardedPolicy:
     def full_tensors(self, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, one at a time, on every rank.
 
-        Each item is a collective: all ranks must run through the iterator, to its end.
+        Each item is a collective: all ranks must run through the iterator, to its end. The
+        tensors are copies, also where one rank holds everything.
         """
         for name, parameter in self.parameters():
-            yield name, cast(DTensor, parameter.detach().to(dtype)).full_tensor()
+            yield name, cast(DTensor, parameter.detach().to(dtype, copy=True)).full_tensor()
 
     @torch.no_grad()
     def load_local(self, rows: dict[str, Tensor]) -> None:
@@ -128,6 +129,7 @@ def rebuild(
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()  # part of the initialisation that was skipped
     if not trainable:
         cast_parameters(model, next(iter(rows.values())).dtype)
     model._kindling_plain_head = plain_head
