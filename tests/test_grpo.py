@@ -167,6 +167,7 @@ def test_the_whole_loss_by_finite_differences_and_zero_outside_the_mask() -> Non
     for gradient in torch.autograd.grad(loss(*inputs), inputs):
         assert (gradient[~mask] == 0).all()
         assert (gradient[mask] != 0).any()
+    new, entropy = new.detach(), entropy.detach()
     made = terms(new, entropy, old, reference, advantages, mask, training)
     sums = dict(zip(SUMS, made.sums.tolist(), strict=True))
     difference = (old - new)[mask]

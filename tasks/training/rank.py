@@ -367,7 +367,9 @@ class TrainerRank:
         for name, parameter in self._policy.parameters():
             kinds["parameter"][name] = _flat_copy(local_rows(parameter))
             for moment in _MOMENTS if self.optimizer_steps else ():
-                kinds[moment][name] = _flat_copy(local_rows(self._moments(parameter)[moment]))
+                kinds[moment][name] = _flat_copy(
+                    local_rows(self._optimizer.state[parameter][moment])
+                )
         return RankState(self.rank, self.world, self.optimizer_steps, self.ranges(), kinds)
 
     def load_state(self, state: RankState) -> None:
@@ -393,9 +395,6 @@ class TrainerRank:
                     own.copy_(state.values[moment][name].view_as(own))
                 self._optimizer.state[parameter] = entry
         self.optimizer_steps = state.optimizer_steps
-
-    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        return self._optimizer.state[parameter]
 
 
 def _flat_copy(tensor: Tensor) -> Tensor:
