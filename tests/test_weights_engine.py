@@ -255,6 +255,24 @@ def update_between(old: Weights | None, new: Weights) -> Any:
     return SimpleNamespace(tensors=tensors)
 
 
+def test_an_engine_that_packs_its_weights_is_refused(
+    object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import _custom_ops
+
+    if not hasattr(torch.ops._C, "create_onednn_mm_handler"):
+        pytest.skip("this vLLM was built without oneDNN")
+    make_model(tmp_path / "model", tied=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(_custom_ops, "_supports_onednn", True)
+        packed = build_engine(
+            tmp_path / "model", "dummy", weight_transfer_config={"backend": BACKEND}
+        )
+    with pytest.raises(PolicyError, match="prepare_vllm"):
+        EngineWeights(packed, object_store.location, tmp_path / "cache")
+    shut_down(packed)
+
+
 def test_an_engine_that_failed_half_way_heals_itself(
     engine: Any,
     model: tuple[Path, Weights],

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -124,6 +125,10 @@ def test_not_finite_is_refused_and_nothing_changes(store: ObjectStore) -> None:
     with pytest.raises(NotFiniteError, match=r"model\.layer\.weight"):
         gang.publish(bad, "delta")  # the other rank has uploaded its shard: nothing names it
     assert read_ref(store, "run") == gang.base
+    whole = iter([("w", torch.zeros(2)), ("v", torch.zeros(2))])
+    with pytest.raises(NotFiniteError):
+        gang.ranks[1].prepare(shards_of(bad, 1, 2), "anchor", full=whole)
+    assert next(whole, None) is None  # or the other ranks would wait in its collectives for ever
     assert gang.publish(perturbed(history[-1], 6), "delta").version == 2
 
 

@@ -221,7 +221,8 @@ class RankPublisher:
         Args:
             shards: this rank's range of every tensor (empty ranges may be left out).
             kind: "anchor" or "delta".
-            full: rank 0 of an anchor: the full tensors, see the module's docstring.
+            full: rank 0 of an anchor: the full tensors, see the module's docstring. Consumed to
+                its end even where this raises, so that the other ranks' collectives find a peer.
             whole: the shards are the full tensors: an anchor needs no `full`.
 
         Raises:
@@ -229,6 +230,21 @@ class RankPublisher:
             IntegrityError: a delta without a snapshot, or other ranges than the snapshot's.
             StoreError: the store failed.
         """
+        source = None if full is None else iter(full)
+        try:
+            return self._prepare(shards, kind, source, whole)
+        finally:
+            # The other ranks run through the same collectives, whatever happens on this one.
+            for _ in source or ():
+                pass
+
+    def _prepare(
+        self,
+        shards: Sequence[LocalShard],
+        kind: Kind,
+        full: Iterator[tuple[str, torch.Tensor]] | None,
+        whole: bool,
+    ) -> PreparedPart:
         self._pending = None
         if len({shard.name for shard in shards}) != len(shards):
             raise ValueError("a tensor is named twice among the shards; one range each")
