@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import httpx
 from infra.processes import ProcessGroup, environment, free_ports
 
 READY_S = 120.0
+_DRAIN_S = 10.0
 
 
 def start_prefect(group: ProcessGroup, home: Path, ready_s: float = READY_S) -> str:
@@ -77,6 +79,21 @@ def using_api(api: str) -> Iterator[str]:
             # Prefect's own threads have no settings context and read the global one.
             context.refresh_global_settings_context()
             with temporary_settings({PREFECT_API_URL: api}):
-                yield api
+                try:
+                    yield api
+                finally:
+                    _drain()
     finally:
         context.refresh_global_settings_context()
+
+
+def _drain() -> None:
+    """Have Prefect's background threads send what they hold: with their server gone they would
+    retry every item, and keep the interpreter from ending for minutes."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    # In a thread, because these return coroutines where an event loop runs.
+    with ThreadPoolExecutor(1) as pool:
+        for worker in (APILogWorker, EventsWorker):
+            pool.submit(worker.drain_all, timeout=_DRAIN_S).result()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import psutil
 
@@ -32,6 +32,7 @@ TOKEN_VARIABLE = "KINDLING_PROCESS_GROUP"
 GRACE_S = 8.0
 _TAIL_LINES = 25
 T = TypeVar("T")
+Leader: TypeAlias = tuple[int, float]  # pid and creation time
 
 
 @dataclass(frozen=True)
@@ -56,28 +57,29 @@ def is_alive(pid: int, created: float) -> bool:
         return False
 
 
-def group_members(token: str, pids: Iterable[int] = ()) -> list[psutil.Process]:
-    """Living processes that carry the token, and the descendants of `pids` that do."""
+def group_members(token: str, children: Iterable[Leader] = ()) -> list[psutil.Process]:
+    """Living processes that carry the token, the group's children and all their descendants."""
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # gone meanwhile, or another user's
             if process.environ().get(TOKEN_VARIABLE) == token:
                 found[process.pid] = process
-    for pid in pids:
-        if pid in found:  # never a stranger that reuses the pid
-            with contextlib.suppress(psutil.Error):
-                found.update((p.pid, p) for p in found[pid].children(recursive=True))
+    for pid, created in children:
+        if is_alive(pid, created):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                leader = psutil.Process(pid)
+                found.update((p.pid, p) for p in [leader, *leader.children(recursive=True)])
     found.pop(os.getpid(), None)
     return [p for p in found.values() if _runs(p)]
 
 
-def kill_group(token: str, pids: Iterable[int] = ()) -> None:
+def kill_group(token: str, children: Iterable[Leader] = ()) -> None:
     """SIGKILL everything of the group; looks again, since a nanny may start a worker meanwhile.
 
     Raises:
         ServiceError: something survives (a process stuck in the kernel).
     """
-    known = list(pids)
+    known = list(children)
     members: list[psutil.Process] = []
     for _ in range(10):
         members = group_members(token, known)
@@ -103,7 +105,7 @@ def stop_children(children: Sequence[Child], token: str, grace_s: float = GRACE_
             process.send_signal(signal.SIGTERM if child.drains else signal.SIGKILL)
             waiting.append(process)
     _wait_gone(waiting, grace_s)
-    kill_group(token, [child.pid for child in children])
+    kill_group(token, [(child.pid, child.created) for child in children])
 
 
 def free_ports(count: int) -> list[int]:
@@ -126,7 +128,9 @@ def free_ports(count: int) -> list[int]:
 
 def child_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     """This process's environment with the repository importable; None removes a variable."""
-    merged: dict[str, str | None] = {**os.environ, **changes}
+    # Programs that set their title (Dask, vLLM) would write it over the environment that others
+    # can read, and with it over the group's token.
+    merged: dict[str, str | None] = {**os.environ, "SPT_NOENV": "1", **changes}
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     merged["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     return {key: value for key, value in merged.items() if value is not None}
@@ -190,10 +194,10 @@ class ProcessGroup:
                 start_new_session=True,
             )
         self._handles[name] = handle
-        if self._reaper is not None and self._reaper.stdin is not None:
-            self._reaper.stdin.write(f"{handle.pid}\n".encode())
-            self._reaper.stdin.flush()
         created = _created(handle.pid)
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._reaper.stdin.write(f"{handle.pid} {created}\n".encode())
+            self._reaper.stdin.flush()
         child = Child(name, handle.pid, created, str(log), drains)
         self.children.append(child)
         return child

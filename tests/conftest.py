@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for ours in ("flows", "tasks", "infra", "tests"):
         config.addinivalue_line("filterwarnings", rf"error:::{ours}(\.|$)")
     # One a process, so that a pytest-xdist worker does not take its sibling's stack for a leftover.
+    os.environ["SPT_NOENV"] = "1"  # or Dask's process titles overwrite what `leftovers` reads
     os.environ[RUN_VARIABLE] = secrets.token_hex(8)
 
 
