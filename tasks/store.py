@@ -22,25 +22,18 @@ from typing import Any, TypeAlias, TypeVar
 import s3fs
 from blake3 import blake3
 from fsspec.asyn import sync
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_attempt,
-    stop_after_delay,
-    wait_random_exponential,
-)
+from tenacity import RetryCallState
 
 from tasks.errors import IntegrityError, StoreConflict, StoreError
 from tasks.store_errors import (
+    ATTEMPTS,
     CONFLICT_CODES,
     MISSING_CODES,
     RANGE_CODES,
-    REQUEST_ERRORS,
     ObjectMissing,
     Transient,
     s3_code,
-    translate,
+    with_retries,
 )
 
 Data: TypeAlias = bytes | bytearray | memoryview
@@ -48,8 +41,6 @@ T = TypeVar("T")
 
 SINGLE_PUT = 256 * 2**20  # larger objects go up in parts, so that a failure repeats one part only
 PART = 64 * 2**20  # also the range of one parallel read
-_ATTEMPTS = 4
-_RETRY_FOR_S = 30.0
 _CONNECT_S = 5.0
 _READ_S = 30.0  # a store that shares two cores with training can be late without being gone
 
@@ -273,48 +264,20 @@ class ObjectStore:
         what: str,
         attempt: Callable[[s3fs.S3FileSystem], Awaitable[T]],
         budget_s: float | None = None,
-        attempts: int = _ATTEMPTS,
+        attempts: int = ATTEMPTS,
         on_retry: Callable[[RetryCallState], None] | None = None,
     ) -> T:
-        """Run `attempt` in s3fs' loop, repeating it after transient errors; others translated.
-
-        With a budget everything together takes at most that long (TimeoutError).
-        """
+        """Run `attempt` with retries in s3fs' loop; with a budget at most that long in all
+        (TimeoutError)."""
         fs = self._filesystem()
-
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(Transient),
-            stop=stop_after_attempt(attempts) | stop_after_delay(_RETRY_FOR_S),
-            wait=wait_random_exponential(multiplier=0.2, max=5),
-            before_sleep=on_retry,
-            reraise=True,
-        )
+        where = (self.location.endpoint, self.location.bucket)
 
         async def bounded() -> T:
-            trials = retrying(self._translated, what, attempt, fs)
+            trials = with_retries(lambda: attempt(fs), where, what, attempts, on_retry)
             return await asyncio.wait_for(trials, budget_s)
 
-        try:
-            outcome: Any = sync(fs.loop, bounded)
-        except Transient as error:
-            raise StoreError(
-                f"object store {self.location.endpoint} failed to {what}, {attempts} times: "
-                f"{error}; expected an S3 endpoint there; start it, or correct the address"
-            ) from error.__cause__
+        outcome: Any = sync(fs.loop, bounded)
         return outcome
-
-    async def _translated(
-        self,
-        what: str,
-        attempt: Callable[[s3fs.S3FileSystem], Awaitable[T]],
-        fs: s3fs.S3FileSystem,
-    ) -> T:
-        try:
-            return await attempt(fs)
-        except StoreError:
-            raise
-        except REQUEST_ERRORS as error:
-            raise translate(error, self.location.endpoint, self.location.bucket, what) from error
 
     # Requests
 

@@ -1,4 +1,4 @@
-"""What a failed S3 request means: one table for `tasks.store`.
+"""What a failed S3 request means and whether to repeat it: the lower half of `tasks.store`.
 
 botocore raises its own errors for the network and credentials it cannot find; s3fs turns S3's
 error codes into OSErrors whose cause still holds the code (a lost conditional write is EINVAL, so
@@ -7,8 +7,19 @@ the errno is no help).
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
 import aiohttp
 from botocore import exceptions as boto
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
 from tasks.errors import StoreConflict, StoreError
 
@@ -27,6 +38,9 @@ RANGE_CODES = {"InvalidRange", "416"}
 # 409 is S3's answer to two conditional writes at once: asked again it says who won.
 BUSY_CODES = {"409", "ConditionalRequestConflict", "OperationAborted", "SlowDown", "RequestTimeout"}
 
+T = TypeVar("T")
+ATTEMPTS = 4
+RETRY_FOR_S = 30.0
 REQUEST_ERRORS = (boto.BotoCoreError, aiohttp.ClientError, OSError)
 
 
@@ -72,6 +86,49 @@ def translate(error: Exception, endpoint: str, bucket: str, what: str) -> Except
     if status >= 500 or status == 429 or code in BUSY_CODES:
         return Transient(f"{code}: {error}")
     return StoreError(f"{store} cannot {what}: {code}: {error}")
+
+
+async def with_retries(
+    attempt: Callable[[], Awaitable[T]],
+    where: tuple[str, str],
+    what: str,
+    attempts: int = ATTEMPTS,
+    on_retry: Callable[[RetryCallState], None] | None = None,
+) -> T:
+    """The result of `attempt`, repeated after transient errors, others translated.
+
+    Args:
+        where: endpoint and bucket, for messages.
+        what: what is being done ("read KEY"), for messages.
+        on_retry: called before each repetition.
+
+    Raises:
+        StoreError: also when the last repetition failed.
+    """
+
+    async def translated() -> T:
+        try:
+            return await attempt()
+        except (StoreError, Transient):
+            raise
+        except REQUEST_ERRORS as error:
+            raise translate(error, *where, what) from error
+
+    retrying = AsyncRetrying(
+        retry=retry_if_exception_type(Transient),
+        stop=stop_after_attempt(attempts) | stop_after_delay(RETRY_FOR_S),
+        wait=wait_random_exponential(multiplier=0.2, max=5),
+        before_sleep=on_retry,
+        reraise=True,
+    )
+    try:
+        return await retrying(translated)
+    except Transient as error:
+        tried = retrying.statistics.get("attempt_number", attempts)
+        raise StoreError(
+            f"object store {where[0]} failed {tried} times to {what}: {error}; expected an S3 "
+            "endpoint there; start it, or correct the address"
+        ) from error.__cause__
 
 
 def _refused(store: str, reason: str) -> StoreError:

@@ -24,7 +24,7 @@ from infra.processes import ProcessGroup, environment, free_ports
 from tasks import store as store_module
 from tasks.errors import IntegrityError, ServiceError, StoreConflict, StoreError
 from tasks.store import ObjectStore, StoreLocation, object_key
-from tasks.store_errors import ObjectMissing, Transient
+from tasks.store_errors import ObjectMissing
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -184,19 +184,22 @@ def _lose_first_answer(
     monkeypatch: pytest.MonkeyPatch, store: ObjectStore, then: Callable[[], None] | None = None
 ) -> None:
     """The first request is applied, but its answer never arrives."""
-    real = store._translated
-    seen: list[int] = []
+    real = store._run
+    lost: list[str] = []
 
-    async def lossy(what: str, attempt: Any, fs: Any) -> Any:
-        result = await real(what, attempt, fs)
-        if not seen:
-            seen.append(1)
-            if then is not None:  # in another thread: this one runs s3fs' loop
-                await asyncio.get_running_loop().run_in_executor(None, then)
-            raise Transient("connection reset")
-        return result
+    def run(what: str, attempt: Any, **options: Any) -> Any:
+        async def lossy(fs: Any) -> Any:
+            result = await attempt(fs)
+            if not lost:
+                lost.append(what)
+                if then is not None:  # in another thread: this one runs s3fs' loop
+                    await asyncio.get_running_loop().run_in_executor(None, then)
+                raise ConnectionResetError("the answer got lost")
+            return result
 
-    monkeypatch.setattr(store, "_translated", lossy)
+        return real(what, lossy, **options)
+
+    monkeypatch.setattr(store, "_run", run)
 
 
 class TestTravelling:
