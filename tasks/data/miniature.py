@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -109,7 +109,7 @@ def sentences(entity: Entity) -> list[str]:
             ]
 
 
-def _names(first: list[str], second: list[str], split: Split, salt: str) -> list[str]:
+def _names(first: Sequence[str], second: Sequence[str], split: Split, salt: str) -> list[str]:
     """This split's share of all pairs, shuffled by the world's seed alone."""
     pairs = [f"{a} {b}" for a in first for b in second]
     random.Random(f"{SEED}-{salt}").shuffle(pairs)

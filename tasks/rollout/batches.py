@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tasks.config import TrainConfig
 from tasks.data.order import batch
 from tasks.data.questions import Question
-from tasks.errors import UnitFailed
 from tasks.rollout.agent import Unit
 from tasks.rollout.engine import Sampling
-from tasks.rollout.queue import Wire
 from tasks.rollout.trajectory import GroupSummary, TrajectorySummary
 
 
@@ -47,10 +45,6 @@ def _unit(
     return Unit(unit_id, question.id, text, answers, version, seed, size, sampling)
 
 
-def unit_to_wire(unit: Unit) -> Wire:
-    return asdict(unit)
-
-
 def unit_from_wire(data: dict[str, Any]) -> Unit:
     return Unit(
         **{**data, "answers": tuple(data["answers"]), "sampling": Sampling(**data["sampling"])}
@@ -81,29 +75,3 @@ class Producer:
         steps = list(range(max(self.offered, next_step), last + 1))
         self.offered = max(self.offered, last + 1)
         return steps
-
-
-@dataclass(slots=True)
-class Buffer:
-    """Finished groups until somebody wants them."""
-
-    groups: dict[str, GroupSummary] = field(default_factory=dict)
-
-    def add(self, results: Iterable[dict[str, Any]]) -> None:
-        for data in results:
-            summary = summary_from_wire(data)
-            self.groups[summary.unit_id] = summary
-
-    def have(self, unit_ids: Sequence[str]) -> int:
-        return sum(unit_id in self.groups for unit_id in unit_ids)
-
-    def take(self, unit_ids: Sequence[str]) -> list[GroupSummary]:
-        """Removes these groups, in the order asked for (which is the order they train in)."""
-        return [self.groups.pop(unit_id) for unit_id in unit_ids]
-
-
-def raise_for_poisonous(failed: dict[str, str], unit_ids: Sequence[str]) -> None:
-    """Raises UnitFailed if one of these units was given up."""
-    for unit_id in unit_ids:
-        if unit_id in failed:
-            raise UnitFailed(f"unit {unit_id} failed on every attempt; the last: {failed[unit_id]}")

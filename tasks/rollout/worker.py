@@ -31,6 +31,8 @@ from tasks.weights.transfer import Applied, EngineWeights
 
 ASK_AGAIN_S = 0.05
 """A busy worker that found the queue empty asks again after this long, not at every engine step."""
+STILL_OPEN_S = 1.0
+"""A full one asks this rarely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +187,21 @@ class Resident:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _pull(self) -> None:
-        """Asks for units when a whole group fits; waits only when there is nothing to do."""
+        """Asks for units when a whole group fits; waits only when there is nothing to do.
+
+        A full engine asks for none from time to time, to learn whether the run is still open.
+        """
         if self._waiting:
             return
         rollout = self._spec.config.rollout
         room = (rollout.max_sequences - self._agent.active) // rollout.group_size
         idle = self._agent.active == 0
-        if idle or (room > 0 and time.perf_counter() > self._ask_again):
-            units = self._queue.pull(max(room, 1), wait=idle)
+        if idle or time.perf_counter() > self._ask_again:
+            units = self._queue.pull(max(room, 1 if idle else 0), wait=idle)
             self._waiting = [unit_from_wire(unit) for unit in units]
             if not units:
-                self._ask_again = time.perf_counter() + ASK_AGAIN_S
+                pause = ASK_AGAIN_S if room > 0 else STILL_OPEN_S
+                self._ask_again = time.perf_counter() + pause
 
     def _start(self) -> None:
         """Starts the pulled units of the engine's version; another version waits until it idles."""

@@ -72,7 +72,19 @@ def prepare_vllm() -> None:
                 "switches weight packing off by it and cannot update this engine; install 0.32"
             )
         _custom_ops._supports_onednn = False
+        _give_llvmlite_a_dict()
     register()
+
+
+def _give_llvmlite_a_dict() -> None:
+    """Lets vLLM's CPU platform look at every loaded module's attributes.
+
+    Building an engine, vLLM 0.32 calls `vars(value).get` on all of them, and llvmlite's function
+    table (loaded wherever numba is) answers `__dict__` with a function: AttributeError.
+    """
+    from llvmlite.binding import ffi
+
+    ffi.lib._fntab.setdefault("__dict__", {})
 
 
 @dataclass(frozen=True)

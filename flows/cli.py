@@ -1,0 +1,62 @@
+"""What the flows' command lines share: overrides from options, a Prefect API, the last line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from infra.local import prefect_api
+from tasks.config import resolve
+from tasks.errors import ConfigError, KindlingError
+
+
+def overrides_from(named: Mapping[str, Any], assignments: Sequence[str]) -> Any:
+    """Overrides out of options that were given and `section.field=value` assignments.
+
+    A value is read as JSON where it is JSON (numbers, true, "text"), else as text.
+
+    Raises:
+        ConfigError: an assignment has no `=`, or the fields or values are not the config's.
+    """
+    fields = {path: value for path, value in named.items() if value is not None}
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment!r}: expected section.field=value")
+        try:
+            fields[path] = json.loads(text)
+        except json.JSONDecodeError:
+            fields[path] = text
+    tree: dict[str, Any] = {}
+    for path, value in fields.items():
+        *sections, name = path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return tree
+
+
+def run_flow(
+    label: str, flow: Callable[..., Any], parameters: Callable[[], dict[str, Any]]
+) -> None:
+    """Runs a flow with a Prefect API, its own where none is there, and prints its last line.
+
+    Our own errors end the command with exit code 1 and their message, without a traceback.
+    """
+    began = time.perf_counter()
+    try:
+        arguments = parameters()
+        resolve(arguments["preset"], arguments["overrides"])  # before a server is started for it
+        with prefect_api():
+            result = flow(**arguments)
+    except KindlingError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False)
+        raise typer.Exit(1) from None
+    sys.stdout.write(result.line(label, time.perf_counter() - began) + "\n")

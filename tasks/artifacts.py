@@ -1,0 +1,137 @@
+"""What a run shows in the Prefect UI beside its states: progress, tables, a curve, trajectories."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+
+from tasks.metrics import Evaluation, History
+from tasks.rollout.trajectory import GroupSummary, Trajectory, group_from_bytes
+
+if TYPE_CHECKING:
+    from tasks.run import Run
+
+SAMPLES = 5
+
+
+def start_progress() -> Any:
+    """The run's progress bar, at zero; returns its artifact id."""
+    return create_progress_artifact(0.0, key="progress", description="Steps trained")
+
+
+def progress(run: Run) -> None:
+    """Moves the bar to the steps trained."""
+    done = 100.0 * run.next_step / run.config.training.steps
+    update_progress_artifact(run.progress_id, done)
+
+
+def evaluation(run: Run, made: Evaluation, sampled: Sequence[GroupSummary]) -> None:
+    """The tables and the curve so far, and five trajectories of this evaluation."""
+    if run.history.steps:
+        create_table_artifact(
+            table_rows(run.history), key="metrics", description=f"Run {run.name}, a row a step"
+        )
+    create_markdown_artifact(curve_markdown(run.name, run.history), key="exact-match")
+    chosen = sampled[:: max(1, len(sampled) // SAMPLES)][:SAMPLES]
+    groups = [group_from_bytes(data) for data in run.store.get_many([s.key for s in chosen])]
+    asked = {q.id: (q.question, q.answers) for q in run.inputs.held_out}
+    pages = [
+        trajectory_markdown(*asked[group.question_id], group.trajectories[0], run.inputs.tokenizer)
+        for group in groups
+    ]
+    create_markdown_artifact(
+        f"# Five held-out trajectories at version {made.version}\n\n" + "\n\n---\n\n".join(pages),
+        key="trajectories",
+    )
+
+
+def table_rows(history: History) -> list[dict[str, Any]]:
+    """A row a step, newest last."""
+    return [
+        {
+            "step": record.step,
+            "version": record.version,
+            "reward": round(record.batch.reward, 4),
+            "EM": round(record.batch.exact_match, 4),
+            "answered": round(record.batch.answered, 3),
+            "searches": round(record.batch.searches, 2),
+            "loss": round(record.update["loss"], 5),
+            "grad norm": round(record.update["grad_norm"], 4),
+            "mismatch KL": round(record.update["mismatch_kl"], 6),
+            **{f"{name} s": round(value, 2) for name, value in record.seconds.items()},
+            "delta bytes": record.delta_bytes,
+        }
+        for record in history.steps
+    ]
+
+
+def curve_markdown(name: str, history: History) -> str:
+    """Held-out exact match over steps, as a picture and as numbers."""
+    rows = "\n".join(
+        f"| {e.step} | {e.version} | {e.sampled.exact_match:.3f} | "
+        f"{e.sampled_interval[0]:.3f} - {e.sampled_interval[1]:.3f} | "
+        f"{e.greedy.exact_match:.3f} | {e.greedy_interval[0]:.3f} - {e.greedy_interval[1]:.3f} |"
+        for e in history.evaluations
+    )
+    picture = base64.b64encode(_curve_png(history)).decode()
+    return (
+        f"# Exact match of {name}\n\n![exact match over steps](data:image/png;base64,{picture})\n\n"
+        "| step | version | sampled EM | 95 % | greedy EM | 95 % |\n|---|---|---|---|---|---|\n"
+        f"{rows}\n"
+    )
+
+
+def _curve_png(history: History) -> bytes:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.2), dpi=100)
+    axes = figure.subplots()
+    steps = [record.step + 1 for record in history.steps]
+    axes.plot(steps, [r.batch.exact_match for r in history.steps], ".", label="training, sampled")
+    at = [e.step for e in history.evaluations]
+    for label in ("sampled", "greedy"):
+        values = [getattr(e, label).exact_match for e in history.evaluations]
+        bounds = [getattr(e, f"{label}_interval") for e in history.evaluations]
+        low = [max(0.0, v - b[0]) for v, b in zip(values, bounds, strict=True)]
+        high = [max(0.0, b[1] - v) for v, b in zip(values, bounds, strict=True)]
+        axes.errorbar(at, values, yerr=[low, high], capsize=3, label=f"held out, {label}")
+    axes.set(xlabel="step", ylabel="exact match", ylim=(0, 1))
+    axes.legend()
+    figure.tight_layout()
+    data = io.BytesIO()
+    figure.savefig(data, format="png")
+    return data.getvalue()
+
+
+def trajectory_markdown(
+    question: str, answers: Sequence[str], trajectory: Trajectory, tokenizer: Any
+) -> str:
+    """A trajectory for a reader: what the policy wrote and what it was shown, turn by turn."""
+    lines = [
+        f"**{question}**",
+        f"wanted {' or '.join(map(repr, answers))}, got {trajectory.answer!r}: exact match "
+        f"{int(trajectory.exact_match)}, F1 {trajectory.f1:.2f}, reward {trajectory.reward:.2f}; "
+        f"{trajectory.end}",
+    ]
+    for turn in trajectory.turns:
+        wrote = tokenizer.decode(trajectory.ids[turn.start : turn.sampled_end])
+        saw = tokenizer.decode(trajectory.ids[turn.sampled_end : turn.observed_end])
+        lines.append(f"**{turn.kind}** <code>{_escape(wrote)}</code>")
+        if saw.strip():
+            quoted = "\n".join(f"> {_escape(line)}  " for line in saw.strip().splitlines())
+            lines.append(quoted)
+    return "\n\n".join(lines)
+
+
+def _escape(text: str) -> str:
+    return html.escape(text.strip(), quote=False).replace("|", "&#124;")

@@ -1,0 +1,160 @@
+"""The flow's hold on its rollout workers: offers units, collects groups, serves new workers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import cast
+
+from distributed import Client, Future
+
+from tasks.cluster import ROLLOUT, submit_to, workers_with
+from tasks.errors import ClusterError, KindlingError, RunClosed, UnitFailed
+from tasks.rollout.agent import Unit
+from tasks.rollout.batches import summary_from_wire
+from tasks.rollout.board import FlowQueue
+from tasks.rollout.queue import Wire
+from tasks.rollout.trajectory import GroupSummary
+from tasks.rollout.worker import RolloutSpec, serve_run
+
+RENEW_S = 10.0
+LOOK_AGAIN_S = 2.0
+
+
+class Fleet:
+    """All rollout workers of the cluster, each running the resident loop for this run.
+
+    Attributes:
+        loads: what the workers loaded for this run: engines, indexes, anchors.
+        applied: the workers' reports of applied versions, in order.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        spec: RolloutSpec,
+        log: logging.Logger | logging.LoggerAdapter,
+        serve: Callable[[RolloutSpec], None] = serve_run,
+    ) -> None:
+        self._client = client
+        self._spec = spec
+        self._log = log
+        self._serve = serve
+        self._groups: dict[str, GroupSummary] = {}
+        self._serving: dict[str, Future] = {}
+        self._alone_since: float | None = None
+        self._look_again = 0.0
+        self.loads: dict[str, int] = {"engines": 0, "indexes": 0, "anchors": 0}
+        self.applied: list[Wire] = []
+        self._queue = FlowQueue(client, spec.run)
+        self._over = threading.Event()
+        # Training may take minutes in which the flow's thread asks the queue for nothing.
+        self._keeper = threading.Thread(target=self._keep_lease, name="run-lease", daemon=True)
+        self._keeper.start()
+        self._serve_everywhere()
+
+    def offer(self, units: Sequence[Unit]) -> None:
+        """Puts units into the queue."""
+        self._queue.offer([asdict(unit) for unit in units])
+
+    def collect(
+        self, unit_ids: Sequence[str], progress: Callable[[int], None] | None = None
+    ) -> list[GroupSummary]:
+        """Waits for these units' groups; returns them in the order asked for.
+
+        Args:
+            progress: called with the number that is there whenever it may have grown.
+
+        Raises:
+            UnitFailed: a unit was given up.
+            ClusterError: no rollout worker is left and none came back in time.
+            KindlingError: what stopped a worker's loop.
+        """
+        while True:
+            have = sum(unit_id in self._groups for unit_id in unit_ids)
+            if progress is not None:
+                progress(have)
+            if have == len(unit_ids):
+                return [self._groups.pop(unit_id) for unit_id in unit_ids]
+            done, events, failed = self._queue.collect()
+            for result in done:
+                self._groups[result["unit_id"]] = summary_from_wire(result)
+            for event in events:
+                self._note(event)
+            for unit_id in unit_ids:
+                if unit_id in failed:
+                    raise UnitFailed(f"unit {unit_id} failed on every try: {failed[unit_id]}")
+            if events or time.monotonic() > self._look_again:
+                self._serve_everywhere()
+
+    def close(self) -> None:
+        """Closes the run: its workers finish their engine step and are free."""
+        self._over.set()
+        self._keeper.join()
+        self._queue.close()
+
+    def _serve_everywhere(self) -> None:
+        """Starts the loop on rollout workers that do not run it, and looks after those that do."""
+        self._look_again = time.monotonic() + LOOK_AGAIN_S
+        present = workers_with(self._client, ROLLOUT)
+        for address in list(self._serving):
+            if address not in present:
+                del self._serving[address]
+        for address in present:
+            future = self._serving.get(address)
+            if future is None:
+                key = f"{self._spec.run}-serve-{address}"
+                self._serving[address] = submit_to(
+                    self._client, address, key, self._serve, self._spec
+                )
+            elif future.status == "error":
+                self._raise_unless_gone(address, future)
+        self._require_workers(bool(present))
+
+    def _raise_unless_gone(self, address: str, future: Future) -> None:
+        error = cast("BaseException | None", future.exception())
+        if address in workers_with(self._client, ROLLOUT):
+            if isinstance(error, KindlingError):
+                raise error
+            message = f"rollout worker {address} stopped: {type(error).__name__}: {error}"
+            raise UnitFailed(message) from error
+        del self._serving[address]
+
+    def _require_workers(self, some: bool) -> None:
+        if some:
+            self._alone_since = None
+            return
+        now = time.monotonic()
+        self._alone_since = self._alone_since or now
+        limit = self._spec.config.cluster.wait_s
+        if now - self._alone_since > limit:
+            raise ClusterError(
+                f"no rollout worker has been there for {limit:g} s; start one with "
+                "--resources ROLLOUT=1 and resume the run"
+            )
+
+    def _note(self, event: Wire) -> None:
+        worker = event.get("worker")
+        match event["kind"]:
+            case "ready":
+                for name, count in event["loads"].items():
+                    self.loads[name] += count
+                self._log.info("rollout worker %s is ready; loaded %s", worker, event["loads"])
+            case "applied":
+                self.loads["anchors"] += event["anchor_loads"]
+                self.applied.append(event)
+                self._log.debug("worker %s applied version %s", worker, event["version"])
+            case "worker_lost":
+                self._log.warning("rollout worker %s was lost; its units go on elsewhere", worker)
+            case "unit_failed":
+                self._log.warning("unit %s failed: %s", event["unit_id"], event["message"])
+
+    def _keep_lease(self) -> None:
+        while not self._over.wait(RENEW_S):
+            try:
+                self._queue.renew()
+            except (OSError, RunClosed):
+                return  # the flow's own next call says the same where it can be handled

@@ -1,0 +1,183 @@
+"""A training run as the flow holds it: services attached, workers warm, history kept.
+
+`open_run` is where everything starts and, whatever happens, ends: a closed run leaves its workers
+warm and free for the next.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from distributed import Client
+
+from tasks.config import TrainConfig
+from tasks.errors import ConfigError, StoreConflict
+from tasks.inputs import Inputs, ensure_index
+from tasks.metrics import History
+from tasks.rollout.batches import Producer
+from tasks.rollout.fleet import Fleet
+from tasks.rollout.worker import RolloutSpec
+from tasks.store import ObjectStore, StoreLocation
+from tasks.training import checkpoint
+from tasks.training.member import TrainerSpec
+from tasks.training.trainers import Trainers
+
+Log = logging.Logger | logging.LoggerAdapter
+# May differ between a run and its resumption: how long, how often, and on what machines.
+FREE_TO_CHANGE = {"cluster", "evaluation"}
+FREE_TRAINING = {"steps", "checkpoint_every"}
+STALENESS_BOUND = 0
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything the stages of one run share.
+
+    Attributes:
+        version: published last, and what is sampled next.
+        next_step: the first step that has not been trained.
+    """
+
+    name: str
+    inputs: Inputs
+    store: ObjectStore
+    fleet: Fleet
+    trainers: Trainers
+    producer: Producer
+    log: Log
+    next_step: int = 0
+    version: int = -1
+    history: History = field(default_factory=History)
+    resumed: checkpoint.Checkpoint | None = None
+    progress_id: Any = None
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.inputs.config
+
+    @property
+    def remaining_steps(self) -> range:
+        return range(self.next_step, self.config.training.steps)
+
+    def due(self, every: int) -> bool:
+        """Whether something done every so many steps is due after the step just trained."""
+        return self.next_step == self.config.training.steps or self.next_step % every == 0
+
+    def save_history(self) -> None:
+        """Writes `metrics.jsonl` beside the run's other objects."""
+        self.history.loads = {**self.fleet.loads, "trainer_bases": self.trainers.base_loads}
+        self.store.put(f"runs/{self.name}/metrics.jsonl", self.history.to_jsonl())
+
+
+def new_name(preset: str) -> str:
+    """A run's name: preset, UTC time, and four random hex digits."""
+    return f"{preset}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def record_key(run: str) -> str:
+    return f"runs/{run}/run.json"
+
+
+@contextmanager
+def open_run(
+    preset: str,
+    inputs: Inputs,
+    location: StoreLocation,
+    client: Client,
+    cache_dir: Path,
+    resume: str | None,
+    log: Log,
+) -> Iterator[Run]:
+    """Opens a new run, or goes on with `resume`; closes it at the end, whatever the end is.
+
+    Raises:
+        ConfigError: `resume` names no run, one with other settings, or one without a checkpoint.
+        RunClosed: that run is open in another flow.
+        GangError, ClusterError: the cluster lacks workers.
+    """
+    store = ObjectStore(location)
+    name = resume or new_name(preset)
+    made = _resumable(store, name, inputs.config) if resume else _record(store, name, inputs.config)
+    if ensure_index(inputs, store):
+        log.info("built the BM25 index over %d passages", len(inputs.passages))
+    spec = RolloutSpec(name, inputs.config, location, inputs.index_key, str(cache_dir))
+    trainer_spec = TrainerSpec(name, inputs.config, location, str(cache_dir), resume is not None)
+    fleet = Fleet(client, spec, log)
+    try:
+        trainers = Trainers(client, trainer_spec, _this_host(client))
+        try:
+            start = made.step if made else 0
+            producer = Producer(inputs.config.training.steps, STALENESS_BOUND, start)
+            yield Run(
+                name, inputs, store, fleet, trainers, producer, log, next_step=start, resumed=made
+            )
+        finally:
+            trainers.close()
+    finally:
+        fleet.close()
+
+
+def _this_host(client: Client) -> str:
+    """The address of this machine as the cluster sees it: where the trainer ranks meet."""
+    scheduler = client.scheduler
+    assert scheduler is not None
+    host = scheduler.addr.split("://")[-1].rsplit(":", 1)[0]
+    if host in ("127.0.0.1", "localhost"):
+        return "127.0.0.1"
+    from distributed.utils import get_ip
+
+    return str(get_ip(host))
+
+
+def _record(store: ObjectStore, name: str, config: TrainConfig) -> None:
+    """Writes down what the run is; once, before anything else of it exists."""
+    text = json.dumps({"run": name, "config": config.model_dump(mode="json")}, indent=1)
+    try:
+        store.create(record_key(name), text.encode())
+    except StoreConflict as error:
+        raise ConfigError(f"run {name!r} exists already; resume it or start another") from error
+
+
+def _resumable(store: ObjectStore, name: str, config: TrainConfig) -> checkpoint.Checkpoint:
+    if not store.exists(record_key(name)):
+        known = sorted({key.split("/")[1] for key in store.list("runs/")})
+        raise ConfigError(
+            f"run {name!r} does not exist in the store, so it cannot be resumed; known runs: "
+            f"{', '.join(known[-10:]) or 'none'}"
+        )
+    then = json.loads(store.get(record_key(name)))["config"]
+    now = config.model_dump(mode="json")
+    changed = _differences(then, now)
+    if changed:
+        raise ConfigError(
+            f"run {name!r} cannot be resumed with other settings: {'; '.join(changed)}; repeat its "
+            "own preset and overrides (run.json beside it has them), or start a new run"
+        )
+    made = checkpoint.latest(store, name)
+    if made is None:
+        raise ConfigError(f"run {name!r} ended before its first checkpoint; start a new run")
+    return made
+
+
+def _differences(then: dict, now: dict) -> Sequence[str]:
+    """Fields that a resumed run must share with the run, and does not."""
+    found = []
+    for section, value in now.items():
+        if section in FREE_TO_CHANGE:
+            continue
+        fields = value if isinstance(value, dict) else {section: value}
+        old = then.get(section, {}) if isinstance(value, dict) else {section: then.get(section)}
+        found += [
+            f"{section}.{key} was {old.get(key)!r} and is {new!r}"
+            for key, new in fields.items()
+            if old.get(key) != new and not (section == "training" and key in FREE_TRAINING)
+        ]
+    return found

@@ -1,0 +1,173 @@
+"""The stages of a run as Prefect tasks: thin shells that call, time and record.
+
+One task a step and stage, named by its step; what passes between them are small references, and
+what they do inside is plain Dask work on warm workers.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from prefect import Task, task
+from prefect.cache_policies import NO_CACHE
+
+from tasks import artifacts
+from tasks.evaluation.intervals import wilson
+from tasks.metrics import BatchStats, Evaluation, StepRecord, batch_stats
+from tasks.rollout.batches import evaluation_units, train_units
+from tasks.rollout.trajectory import GroupSummary, TrajectorySummary
+from tasks.run import Run
+from tasks.weights.commit import Published
+
+T = TypeVar("T")
+
+
+def at(stage: Task[Any, T], step: int) -> Task[Any, T]:
+    """The stage, its task run named by the step: `rollout-12`."""
+    return stage.with_options(task_run_name=f"{stage.name}-{step}")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's groups, by reference."""
+
+    step: int
+    groups: tuple[GroupSummary, ...]
+    stats: BatchStats
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What the trainer gang reports of a step."""
+
+    step: int
+    metrics: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A published version, and how long publishing took."""
+
+    step: int
+    published: Published
+    seconds: float
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def prepare(run: Run) -> Released:
+    """Stands the trainers where the run starts, and publishes that as its first version here."""
+    began = time.perf_counter()
+    if run.resumed is not None:
+        run.trainers.restore(run.resumed)
+    published = run.trainers.publish(run.next_step)
+    run.version = published.version
+    run.progress_id = artifacts.start_progress()
+    run.log.info(
+        "run %s: version %d published (%s, %s of %s bytes new)",
+        run.name,
+        published.version,
+        published.kind,
+        f"{published.bytes_uploaded:,}",
+        f"{published.full_bytes:,}",
+    )
+    return Released(run.next_step, published, time.perf_counter() - began)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def rollout(run: Run, step: int, released: Released) -> Batch:
+    """Waits for the step's groups, after offering what the admission rule allows."""
+    began = time.perf_counter()
+    for admitted in run.producer.admissible(step):
+        units = train_units(run.inputs.train, run.config, admitted, released.published.version)
+        run.fleet.offer(units)
+    wanted = [f"train-{step:06d}-{i:05d}" for i in range(run.config.rollout.questions_per_step)]
+    groups = tuple(run.fleet.collect(wanted))
+    return Batch(step, groups, batch_stats(groups), time.perf_counter() - began)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def update(run: Run, batch: Batch) -> Updated:
+    """The gang takes the batch's optimizer steps."""
+    began = time.perf_counter()
+    metrics = run.trainers.update(batch.step, batch.groups)
+    return Updated(batch.step, metrics, time.perf_counter() - began)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def publish(run: Run, updated: Updated) -> Released:
+    """The gang publishes what it holds as the next version."""
+    began = time.perf_counter()
+    published = run.trainers.publish(updated.step)
+    run.version = published.version
+    run.next_step = updated.step + 1
+    return Released(updated.step, published, time.perf_counter() - began)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def evaluate(run: Run, released: Released) -> Evaluation:
+    """Every held-out question at the published version, greedy and sampled."""
+    version = released.published.version
+    questions = run.inputs.held_out
+    greedy = evaluation_units(questions, run.config, version, greedy=True)
+    sampled = evaluation_units(questions, run.config, version, greedy=False)
+    run.fleet.offer([*greedy, *sampled])
+    of_greedy = run.fleet.collect([unit.unit_id for unit in greedy])
+    of_sampled = run.fleet.collect([unit.unit_id for unit in sampled])
+    evaluation = Evaluation(
+        version=version,
+        step=run.next_step,
+        questions=len(questions),
+        greedy=batch_stats(of_greedy),
+        sampled=batch_stats(of_sampled),
+        greedy_interval=_interval(of_greedy),
+        sampled_interval=_interval(of_sampled),
+    )
+    run.history.evaluations.append(evaluation)
+    run.log.info(evaluation.line())
+    artifacts.evaluation(run, evaluation, of_sampled)
+    return evaluation
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def checkpoint(run: Run, released: Released) -> None:
+    """The gang's state after this step, from which `resume` goes on."""
+    run.trainers.save_checkpoint(run.next_step, {"version": released.published.version})
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def export(run: Run, released: Released) -> str:
+    """The last version as a Hugging Face checkpoint in the store; returns its prefix."""
+    from tasks.final import store_checkpoint
+
+    return store_checkpoint(run.store, run.name, released.published.version, run.inputs.model_dir)
+
+
+def record(run: Run, batch: Batch, updated: Updated, released: Released) -> StepRecord:
+    """One line of history: kept, written to the store, logged, shown."""
+    step = StepRecord(
+        step=batch.step,
+        version=released.published.version,
+        batch=batch.stats,
+        update=updated.metrics,
+        seconds={
+            "rollout": batch.seconds,
+            "update": updated.seconds,
+            "publish": released.seconds,
+        },
+        delta_bytes=released.published.bytes_written,
+        full_bytes=released.published.full_bytes,
+    )
+    run.history.steps.append(step)
+    run.save_history()
+    run.log.info(step.line())
+    artifacts.progress(run)
+    return step
+
+
+def _interval(groups: list[GroupSummary]) -> tuple[float, float]:
+    trajectories: list[TrajectorySummary] = [t for g in groups for t in g.trajectories]
+    return wilson(sum(t.exact_match for t in trajectories), len(trajectories))

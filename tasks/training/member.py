@@ -1,0 +1,188 @@
+"""What a trainer worker does for its gang, one function a stage. Dask tasks; no flow in sight.
+
+The rank, its model and its process group are warm state of the worker: they outlive steps and
+runs. Every function here runs on all ranks of an epoch at once, since all of them are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tasks.config import TrainConfig
+from tasks.errors import GangError, KindlingError
+from tasks.rollout.trajectory import Group, GroupSummary, group_from_bytes
+from tasks.store import ObjectStore, StoreLocation
+from tasks.training import checkpoint
+from tasks.training.batching import plan_update
+from tasks.training.group import gang_failures, join
+from tasks.training.policy import resolve_model_dir
+from tasks.training.rank import TrainerRank
+from tasks.warm import warm
+from tasks.weights.commit import Published
+from tasks.weights.publisher import PreparedPart, RankPublisher, commit
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpec:
+    """What a rank is told of a run; small, and without credentials."""
+
+    run: str
+    config: TrainConfig
+    store: StoreLocation
+    cache_dir: str
+    resume: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where and as whom a rank joins its gang."""
+
+    address: str
+    port: int
+    epoch: int
+    rank: int
+    world: int
+    timeout_s: float
+
+
+class Member:
+    """A trainer worker's warm state: the rank, and the publisher of the run it serves."""
+
+    def __init__(self) -> None:
+        self.rank: TrainerRank | None = None
+        self.publisher: RankPublisher | None = None
+        self.store: ObjectStore | None = None
+        self.spec: TrainerSpec | None = None
+
+    def form(self, spec: TrainerSpec, meeting: Meeting) -> int:
+        """Joins the epoch and stands at the base weights; returns how often they were loaded."""
+        model_dir = resolve_model_dir(spec.config.model.path, Path(spec.cache_dir) / "models")
+        cuda = torch.cuda.is_available()
+        join(
+            meeting.address,
+            meeting.port,
+            meeting.epoch,
+            meeting.rank,
+            meeting.world,
+            meeting.timeout_s,
+            cuda=cuda,
+        )
+        loads = 0
+        if self.rank is None or self.rank.model_dir != model_dir:
+            self.rank = TrainerRank(spec.config, model_dir, meeting.rank, meeting.world)
+        else:
+            loads -= self.rank.base_loads
+            self.rank.regroup(meeting.rank, meeting.world)
+            self.rank.reset(spec.config)
+        loads += self.rank.base_loads
+        self.store = ObjectStore(spec.store)
+        self.publisher = RankPublisher(self.store, spec.run, meeting.rank, resume=spec.resume)
+        self.spec = spec
+        return loads
+
+    def ready(self) -> tuple[TrainerRank, RankPublisher, ObjectStore, TrainerSpec]:
+        """The rank and all that belongs to it.
+
+        Raises:
+            GangError: this process never formed a gang.
+        """
+        if not (self.rank and self.publisher and self.store and self.spec):
+            raise GangError("this worker holds no rank: it was restarted since the gang formed")
+        return self.rank, self.publisher, self.store, self.spec
+
+
+def form(spec: TrainerSpec, meeting: Meeting) -> int:
+    """See `Member.form`."""
+    with gang_failures(f"rank {meeting.rank}, forming epoch {meeting.epoch}"):
+        return warm("trainer", Member).form(spec, meeting)
+
+
+def update(step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """One GRPO update on a batch; the rank reads from the store only the groups it trains on."""
+    rank, _, store, spec = warm("trainer", Member).ready()
+    training = spec.config.training
+    plan = plan_update(
+        groups,
+        mini_batch_size=training.mini_batch_size,
+        ranks=rank.world,
+        tokens_per_micro_batch=training.tokens_per_micro_batch,
+        seed=spec.config.seed,
+        step=step,
+    )
+    wanted = plan.groups_of(rank.rank)
+    read = store.get_many([groups[index].key for index in wanted])
+    mine: dict[int, Group] = {
+        index: group_from_bytes(data) for index, data in zip(wanted, read, strict=True)
+    }
+    with gang_failures(f"rank {rank.rank}, step {step}"):
+        return rank.update(mine, plan, step)
+
+
+def publish(step: int, anchor_every: int) -> Published:
+    """Publishes what the ranks hold as the run's next version; the same answer on every rank.
+
+    The first version of a run, the first after a resume and every `anchor_every`-th is an anchor.
+    A rank that cannot prepare its part tells the others: nobody waits, nothing is committed.
+    """
+    rank, publisher, store, spec = warm("trainer", Member).ready()
+    version = publisher.next_version
+    anchor = not publisher.has_snapshot or version % anchor_every == 0
+    with gang_failures(f"rank {rank.rank}, publishing version {version}"):
+        part: PreparedPart | str
+        try:
+            part = _prepare(rank, publisher, anchor)
+        except KindlingError as error:
+            part = f"rank {rank.rank}: {error}"
+        parts: list[Any] = [None] * rank.world
+        dist.all_gather_object(parts, part)
+        failed = [part for part in parts if isinstance(part, str)]
+        if failed:
+            publisher.abandon()
+            raise GangError(f"version {version} was not published: {'; '.join(failed)}")
+        answer: list[Any] = [None]
+        if rank.rank == 0:
+            try:
+                answer = [commit(store, spec.run, version, parts, {"step": step})]
+            except KindlingError as error:
+                answer = [f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(answer, src=0)
+    published = answer[0]
+    if not isinstance(published, Published):
+        publisher.abandon()
+        raise GangError(f"version {version} was not published: {published}")
+    publisher.confirm(published)
+    return published
+
+
+def _prepare(rank: TrainerRank, publisher: RankPublisher, anchor: bool) -> PreparedPart:
+    shards = rank.export_shards()
+    if not anchor:
+        return publisher.prepare(shards, "delta")
+    full = rank.full_tensors()
+    if rank.rank == 0:
+        part = publisher.prepare(shards, "anchor", full=full)
+    else:
+        # Gathering a whole tensor is a collective: the other ranks run through them as well.
+        for _ in full:
+            pass
+        part = publisher.prepare(shards, "anchor")
+    return part
+
+
+def save_part(step: int) -> checkpoint.Part:
+    """Writes this rank's part of a checkpoint; the flow commits all of them."""
+    rank, _, store, _ = warm("trainer", Member).ready()
+    return checkpoint.save_part(store, rank.state())
+
+
+def restore(made: checkpoint.Checkpoint) -> None:
+    """Takes the checkpoint's parameters and optimizer state, cut as this gang is."""
+    rank, _, store, _ = warm("trainer", Member).ready()
+    part = checkpoint.load_part(store, made, rank.ranges(), rank.rank, rank.world)
+    rank.load_state(part)
