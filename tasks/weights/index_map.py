@@ -235,6 +235,11 @@ def _put(region: Region, storage: torch.Tensor, indices: Bits, values: torch.Ten
 
 
 def _check_reached(spec: TensorSpec, regions: Sequence[Region]) -> None:
+    if _tiles(
+        [(r.source_offset, r.size[0]) for r in regions if r.source_stride == (1,)],
+        numel(spec.shape),
+    ):
+        return
     flat = torch.zeros(numel(spec.shape), dtype=torch.bool)
     for region in regions:
         region.source_view(flat).fill_(True)
@@ -244,6 +249,19 @@ def _check_reached(spec: TensorSpec, regions: Sequence[Region]) -> None:
             f"{missing} of {flat.numel()} values of {spec.name} reach no engine parameter; the "
             "engine was built for another model, or its loader skips this tensor"
         )
+
+
+def _tiles(ranges: list[tuple[int, int]], total: int) -> bool:
+    """Whether flat (start, length) ranges cover 0..total exactly once: the usual case, in no time.
+
+    Where they do not, a mask of all values says what is wrong.
+    """
+    at = 0
+    for start, length in sorted(ranges):
+        if start != at:
+            return False
+        at += length
+    return at == total
 
 
 def _check_exact(
@@ -267,10 +285,13 @@ def _check_covered(
     blocks = [region for held in regions.values() for region in held]
     for name, parameter in parameters.items():
         storage = _storage(parameter)
+        held = [region for region in blocks if region.parameter == name]
+        flat = [(region.offset, region.size[0]) for region in held if region.stride == (1,)]
+        if len(flat) == len(held) and _tiles(flat, storage.numel()):
+            continue
         counts = torch.zeros(storage.shape, dtype=torch.uint8, device=storage.device)
-        for region in blocks:
-            if region.parameter == name:
-                region.view(counts).add_(1)
+        for region in held:
+            region.view(counts).add_(1)
         if bool((counts > 1).any()):
             raise PolicyError(
                 f"several checkpoint values are loaded into the same places of {name}; publish "
@@ -281,9 +302,9 @@ def _check_covered(
                 padding = region.view(counts) == 0
                 region.view(storage).masked_fill_(padding, value)
                 region.view(counts).masked_fill_(padding, 1)
-        held = counts.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
-        if not bool(held.all()):
+        own = counts.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+        if not bool(own.all()):
             raise PolicyError(
-                f"{int((held == 0).sum())} values of engine parameter {name} come from no "
+                f"{int((own == 0).sum())} values of engine parameter {name} come from no "
                 "checkpoint tensor; the manifest lacks a tensor that this engine needs"
             )
