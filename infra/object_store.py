@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
+from blake3 import blake3
+
 from infra.processes import Child, ProcessGroup, environment, free_ports
 from tasks.errors import ServiceError, StoreError
 from tasks.store import ObjectStore, StoreLocation
@@ -115,8 +117,8 @@ def _launch(group: ProcessGroup, folder: Path, bucket: str) -> tuple[Child, Stor
     shutil.rmtree(temporary, ignore_errors=True)  # the last start's logs
     data.mkdir(exist_ok=True)
     temporary.mkdir()
-    # The path of a socket must be short.
-    sockets = temporary if len(str(temporary)) < 80 else Path(tempfile.mkdtemp())
+    sockets = _socket_folder(folder)
+    sockets.mkdir(mode=0o700)  # raises if someone else made it
     ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
     options = {
         "dir": data,
@@ -153,8 +155,15 @@ def _launch(group: ProcessGroup, folder: Path, bucket: str) -> tuple[Child, Stor
     return child, StoreLocation(f"http://127.0.0.1:{ports['s3.port']}", bucket)
 
 
+def _socket_folder(folder: Path) -> Path:
+    """Where the sockets of this folder's store are: /tmp, since a socket's path must be short."""
+    return Path("/tmp") / f"kindling-{blake3(str(folder).encode()).hexdigest()[:16]}"
+
+
 def remove_sockets(folder: Path) -> None:
     """Remove the sockets that a stopped store of this folder left in /tmp (it insists on /tmp)."""
+    folder = folder.resolve()
+    shutil.rmtree(_socket_folder(folder), ignore_errors=True)
     options = folder / "data" / "mini.options"
     for line in options.read_text().splitlines() if options.exists() else []:
         name, _, port = line.partition("=")
