@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.errors import ConfigError
+from tasks.errors import ConfigError, IntegrityError, NotFiniteError
 from tasks.rollout.trajectory import GroupSummary, TrajectorySummary
-from tasks.training.batching import Item, UpdatePlan, collate, mini_batches, plan_update
+from tasks.training.batching import (
+    Item,
+    UpdatePlan,
+    check_trajectory,
+    collate,
+    mini_batches,
+    plan_update,
+)
 from tests.training_helpers import make_trajectory
 
 pytestmark = pytest.mark.fast
@@ -140,3 +150,20 @@ def test_collate_pads_on_the_right() -> None:
     empty = collate([])
     assert empty["ids"].shape == (1, 2)
     assert not empty["loss_mask"].any()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("ids", np.arange(8, dtype=np.int32), "8 ids, 9 mask entries"),
+        ("ids", np.full(9, 61, np.int32), "token ids 61..61, the policy has 0..60"),
+        ("ids", np.full(9, -1, np.int32), "token ids -1"),
+        ("loss_mask", np.ones(9, np.bool_), "first token is sampled"),
+        ("logprobs", np.full(9, -np.inf, np.float32), "not finite"),
+    ],
+)
+def test_a_broken_trajectory_is_refused(field: str, value: np.ndarray, message: str) -> None:
+    good = make_trajectory(9, seed=0)
+    check_trajectory(good, 61, "unit u")
+    with pytest.raises((IntegrityError, NotFiniteError), match=f"unit u: .*{message}"):
+        check_trajectory(replace(good, **{field: value}), 61, "unit u")

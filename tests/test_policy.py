@@ -17,6 +17,7 @@ from tasks.training.policy import (
     load_tokenizer,
     resolve_model_dir,
     token_logprobs,
+    write_policy,
 )
 from tasks.training.sft import learning_rate_at, sft_step, train_sft
 from tests.training_helpers import VOCABULARY, save_tiny_policy, tiny_model
@@ -71,6 +72,18 @@ def test_missing_pieces_are_named(tmp_path: Path) -> None:
         expected = "no tokenizer" if name.startswith("tokenizer") else f"no .*{name[-10:]}"
         with pytest.raises(PolicyError, match=expected):
             resolve_model_dir(str(folder), tmp_path)
+
+
+def test_a_written_policy_loads_with_the_new_weights(tmp_path: Path) -> None:
+    base, other = save_tiny_policy(tmp_path / "base"), tiny_model(seed=9)
+    folder = write_policy(tmp_path / "out/step-1", other.named_parameters(), base)
+    loaded = load_policy(folder)
+    assert load_tokenizer(folder, chat=True).chat_template
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name))
+    with pytest.raises(PolicyError, match="exists"):
+        write_policy(folder, other.named_parameters(), base)
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["step-1"]
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "nonsense", "a/b/c"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,7 @@ def warm_run(rank: int, world: int, folder: Path, settings: TrainConfig) -> Any:
     if trainer is None:
         trainer = _warm["trainer"] = TrainerRank(settings, folder, rank, world, "cpu")
     else:
-        trainer.regroup(rank, world)
-        trainer.reset(settings)
+        trainer.reset(settings, rank, world)
     base = dict(trainer._policy.full_tensors(torch.float32))
     batch = make_batch(4, 4)
     plan = plan_of(batch, settings, world)
@@ -268,8 +267,12 @@ class Pool:
         self._workers: list[tuple[Any, Connection]] = []
         self.coordinator = GangCoordinator()
 
-    def run(self, world: int, scenario: Callable[..., Any], **arguments: Any) -> list[Any]:
-        answers = self.answers(world, scenario, range(world), **arguments)
+    def run(
+        self, world: int, scenario: Callable[..., Any], *, shift: int = 0, **arguments: Any
+    ) -> list[Any]:
+        """What each process answers; process p is rank (p + shift) % world."""
+        ranks = [(process + shift) % world for process in range(world)]
+        answers = self.answers(world, scenario, ranks, **arguments)
         failed = [text for kind, text in answers if kind == "failed"]
         assert not failed, "\n".join(failed)
         return [answer for _, answer in answers]
@@ -278,10 +281,12 @@ class Pool:
         self,
         world: int,
         scenario: Callable[..., Any],
-        ranks: Any,
+        ranks: Sequence[int],
         timeout_s: float = 60.0,
         **arguments: Any,
     ) -> list[tuple[str, Any]]:
+        """("done", result), ("failed", text) or ("dead", rank) of the first processes, which take
+        these ranks; the processes left over stay out of it."""
         while len(self._workers) < world:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -289,18 +294,16 @@ class Pool:
             theirs.close()
             self._workers.append((process, ours))
         epoch, port = self.coordinator.new_epoch(), self.coordinator.port
-        for rank in ranks:
-            order = (scenario, port, epoch, rank, world, timeout_s, arguments)
-            self._workers[rank][1].send(order)
-        answers = []
-        for rank in ranks:
+        for (_, pipe), rank in zip(self._workers, ranks, strict=False):
+            pipe.send((scenario, port, epoch, rank, world, timeout_s, arguments))
+        answers, dead = [], []
+        for worker, rank in zip(list(self._workers), ranks, strict=False):
             try:
-                answers.append(self._workers[rank][1].recv())
+                answers.append(worker[1].recv())
             except EOFError:
                 answers.append(("dead", rank))
-        self._workers = [
-            w for w in self._workers if ("dead", self._workers.index(w)) not in answers
-        ]
+                dead.append(worker)
+        self._workers = [worker for worker in self._workers if worker not in dead]
         return answers
 
     def close(self) -> None:

