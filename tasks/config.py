@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
@@ -33,6 +33,23 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class WarmStartConfig(_Section):
+    """Supervised fine-tuning on demonstrations, before reinforcement learning.
+
+    Demonstrations are made from the training questions' supporting facts; a share of them plays
+    well, the rest shows the protocol played badly, so that the policy is fluent but has everything
+    to learn. A policy is made once for the same settings and then kept in the store.
+    """
+
+    demonstrations: int = Field(ge=1, description="Demonstration trajectories, each used once.")
+    good_share: float = Field(1.0, gt=0, le=1, description="Share of them that plays well.")
+    batch_size: int = Field(8, ge=1, description="Demonstrations an optimizer step.")
+    learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW peak; decays linearly.")
+    induction_steps: int = Field(
+        0, ge=0, description="Steps on copying random tokens first (for a model made from nothing)."
+    )
+
+
 class ModelConfig(_Section):
     """The policy and how it is asked."""
 
@@ -45,6 +62,9 @@ class ModelConfig(_Section):
     )
     context: int = Field(
         4096, ge=64, le=1_048_576, description="Longest trajectory, prompt included, in tokens."
+    )
+    warm_start: WarmStartConfig | None = Field(
+        None, description="Fine-tune on demonstrations first; empty: take the policy as it is."
     )
 
     @model_validator(mode="after")
@@ -194,14 +214,22 @@ def _optional_twin(model: type[BaseModel], name: str) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     hints = get_type_hints(model)
     for key, field in model.model_fields.items():
-        hint = hints[key]
-        if isinstance(hint, type) and issubclass(hint, BaseModel):
-            twin = _optional_twin(hint, hint.__name__.replace("Config", "Overrides"))
-            fields[key] = (twin | None, Field(None, description=hint.__doc__))
+        section = _section_of(hints[key])
+        if section is not None:
+            twin = _optional_twin(section, section.__name__.replace("Config", "Overrides"))
+            fields[key] = (twin | None, Field(None, description=section.__doc__))
         else:
-            inner: Any = Annotated[hint, *field.metadata] if field.metadata else hint
+            inner: Any = Annotated[hints[key], *field.metadata] if field.metadata else hints[key]
             fields[key] = (inner | None, Field(None, description=field.description))
     return create_model(name, __config__=model.model_config, __doc__=model.__doc__, **fields)
+
+
+def _section_of(hint: Any) -> type[BaseModel] | None:
+    """The section a field holds, also where it is optional."""
+    for choice in (hint, *get_args(hint)):
+        if isinstance(choice, type) and issubclass(choice, BaseModel):
+            return choice
+    return None
 
 
 Overrides: type[BaseModel] = _optional_twin(TrainConfig, "Overrides")

@@ -7,6 +7,7 @@ runs. Every function here runs on all ranks of an epoch at once, since all of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,7 @@ class Member:
             self.rank = TrainerRank(spec.config, model_dir, meeting.rank, meeting.world)
         else:
             loads -= self.rank.base_loads
-            self.rank.regroup(meeting.rank, meeting.world)
-            self.rank.reset(spec.config)
+            self.rank.reset(spec.config, meeting.rank, meeting.world)
         loads += self.rank.base_loads
         self.store = ObjectStore(spec.store)
         self.publisher = RankPublisher(self.store, spec.run, meeting.rank, resume=spec.resume)
@@ -115,13 +115,19 @@ def update(step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
         seed=spec.config.seed,
         step=step,
     )
+
+    def read(index: int) -> Group:
+        """Called by the rank, which tells the others when it fails."""
+        return group_from_bytes(prefetched.result()[index])
+
     wanted = plan.groups_of(rank.rank)
-    read = store.get_many([groups[index].key for index in wanted])
-    mine: dict[int, Group] = {
-        index: group_from_bytes(data) for index, data in zip(wanted, read, strict=True)
-    }
-    with gang_failures(f"rank {rank.rank}, step {step}"):
-        return rank.update(mine, plan, step)
+    with ThreadPoolExecutor(1) as reader, gang_failures(f"rank {rank.rank}, step {step}"):
+        prefetched = reader.submit(_read, store, {i: groups[i].key for i in wanted})
+        return rank.update(read, plan, step)
+
+
+def _read(store: ObjectStore, keys: dict[int, str]) -> dict[int, bytes]:
+    return dict(zip(keys, store.get_many(keys.values()), strict=True))
 
 
 def publish(step: int, anchor_every: int) -> Published:

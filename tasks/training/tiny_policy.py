@@ -73,8 +73,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|end|>"),
-        pad_token_id=tokenizer.convert_tokens_to_ids("<|pad|>"),
+        eos_token_id=tokenizer.backend_tokenizer.token_to_id("<|end|>"),
+        pad_token_id=tokenizer.backend_tokenizer.token_to_id("<|pad|>"),
     )
     return Qwen2ForCausalLM(config)
 
