@@ -15,11 +15,13 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from tasks.metrics import Evaluation, History
+from tasks.metrics import History
 from tasks.rollout.trajectory import GroupSummary, Trajectory, group_from_bytes
 
 if TYPE_CHECKING:
+    from tasks.inputs import Inputs
     from tasks.run import Run
+    from tasks.store import ObjectStore
 
 SAMPLES = 5
 
@@ -35,22 +37,29 @@ def progress(run: Run) -> None:
     update_progress_artifact(run.progress_id, done)
 
 
-def evaluation(run: Run, made: Evaluation, sampled: Sequence[GroupSummary]) -> None:
-    """The tables and the curve so far, and five trajectories of this evaluation."""
-    if run.history.steps:
+def evaluation(
+    name: str,
+    inputs: Inputs,
+    store: ObjectStore,
+    history: History,
+    sampled: Sequence[GroupSummary],
+) -> None:
+    """The tables and the curve so far, and five trajectories of the last evaluation."""
+    if history.steps:
         create_table_artifact(
-            table_rows(run.history), key="metrics", description=f"Run {run.name}, a row a step"
+            table_rows(history), key="metrics", description=f"Run {name}, a row a step"
         )
-    create_markdown_artifact(curve_markdown(run.name, run.history), key="exact-match")
+    create_markdown_artifact(curve_markdown(name, history), key="exact-match")
     chosen = sampled[:: max(1, len(sampled) // SAMPLES)][:SAMPLES]
-    groups = [group_from_bytes(data) for data in run.store.get_many([s.key for s in chosen])]
-    asked = {q.id: (q.question, q.answers) for q in run.inputs.held_out}
+    groups = [group_from_bytes(data) for data in store.get_many([s.key for s in chosen])]
+    asked = {q.id: (q.question, q.answers) for q in inputs.held_out}
     pages = [
-        trajectory_markdown(*asked[group.question_id], group.trajectories[0], run.inputs.tokenizer)
+        trajectory_markdown(*asked[group.question_id], group.trajectories[0], inputs.tokenizer)
         for group in groups
     ]
+    version = history.evaluations[-1].version
     create_markdown_artifact(
-        f"# Five held-out trajectories at version {made.version}\n\n" + "\n\n---\n\n".join(pages),
+        f"# Five held-out trajectories at version {version}\n\n" + "\n\n---\n\n".join(pages),
         key="trajectories",
     )
 

@@ -42,7 +42,10 @@ class WarmStartConfig(_Section):
     """
 
     demonstrations: int = Field(ge=1, description="Demonstration trajectories, each used once.")
-    good_share: float = Field(1.0, gt=0, le=1, description="Share of them that plays well.")
+    good_first: int = Field(
+        0, ge=0, description="This many play well, first: what is to be learned before it is mixed."
+    )
+    good_share: float = Field(1.0, gt=0, le=1, description="Share of the others that plays well.")
     batch_size: int = Field(8, ge=1, description="Demonstrations an optimizer step.")
     learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW peak; decays linearly.")
     induction_steps: int = Field(

@@ -28,7 +28,10 @@ from tasks.rollout.worker import RolloutSpec
 from tasks.store import ObjectStore, StoreLocation
 from tasks.training import checkpoint
 from tasks.training.member import TrainerSpec
+from tasks.training.policy import resolve_model_dir
 from tasks.training.trainers import Trainers
+from tasks.weights.checkpoint import publish_checkpoint
+from tasks.weights.commit import read_ref
 
 Log = logging.Logger | logging.LoggerAdapter
 # May differ between a run and its resumption: how long, how often, and on what machines.
@@ -108,7 +111,7 @@ def open_run(
     made = _resumable(store, name, inputs.config) if resume else _record(store, name, inputs.config)
     if ensure_index(inputs, store):
         log.info("built the BM25 index over %d passages", len(inputs.passages))
-    spec = RolloutSpec(name, inputs.config, location, inputs.index_key, str(cache_dir))
+    spec = RolloutSpec(name, name, inputs.config, location, inputs.index_key, str(cache_dir))
     trainer_spec = TrainerSpec(name, inputs.config, location, str(cache_dir), resume is not None)
     fleet = Fleet(client, spec, log)
     try:
@@ -123,6 +126,70 @@ def open_run(
             trainers.close()
     finally:
         fleet.close()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEvaluation:
+    """A fleet that serves one version, and nothing that trains."""
+
+    name: str
+    fleet: Fleet
+    store: ObjectStore
+    version: int
+
+
+@contextmanager
+def open_evaluation(
+    inputs: Inputs,
+    location: StoreLocation,
+    client: Client,
+    cache_dir: Path,
+    of: tuple[str | None, int | None, str | None],
+    log: Log,
+) -> Iterator[OpenEvaluation]:
+    """Serves one version for evaluation.
+
+    Args:
+        of: (run, version or None for its newest, checkpoint): a run, or a checkpoint's folder or
+            hub id, which is published as version 0 of a run of its own first.
+
+    Raises:
+        ConfigError: the run has no such version.
+    """
+    store = ObjectStore(location)
+    name = new_name("evaluation")
+    run, version, checkpoint_path = of
+    if run is None:
+        assert checkpoint_path is not None
+        folder = resolve_model_dir(checkpoint_path, cache_dir / "models")
+        run, version = name, publish_checkpoint(store, name, folder)
+    else:
+        version = _existing(store, run, version)
+    ensure_index(inputs, store)
+    spec = RolloutSpec(name, run, inputs.config, location, inputs.index_key, str(cache_dir))
+    fleet = Fleet(client, spec, log)
+    try:
+        yield OpenEvaluation(name, fleet, store, version)
+    finally:
+        fleet.close()
+
+
+def _existing(store: ObjectStore, run: str, version: int | None) -> int:
+    head = read_ref(store, run)
+    if head is None:
+        raise ConfigError(
+            f"run {run!r} has published nothing in this store; known: {_known(store)}"
+        )
+    if version is None:
+        return head.version
+    if not 0 <= version <= head.version:
+        raise ConfigError(f"run {run!r} has versions 0 to {head.version}, not {version}")
+    return version
+
+
+def _known(store: ObjectStore) -> str:
+    runs = sorted({key.split("/")[1] for key in store.list("runs/")})
+    return ", ".join(runs[-10:]) or "none"
 
 
 def _this_host(client: Client) -> str:
@@ -148,10 +215,9 @@ def _record(store: ObjectStore, name: str, config: TrainConfig) -> None:
 
 def _resumable(store: ObjectStore, name: str, config: TrainConfig) -> checkpoint.Checkpoint:
     if not store.exists(record_key(name)):
-        known = sorted({key.split("/")[1] for key in store.list("runs/")})
         raise ConfigError(
             f"run {name!r} does not exist in the store, so it cannot be resumed; known runs: "
-            f"{', '.join(known[-10:]) or 'none'}"
+            f"{_known(store)}"
         )
     then = json.loads(store.get(record_key(name)))["config"]
     now = config.model_dump(mode="json")

@@ -14,10 +14,10 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
 from tasks import artifacts
-from tasks.evaluation.intervals import wilson
+from tasks.evaluation.held_out import evaluate_version
 from tasks.metrics import BatchStats, Evaluation, StepRecord, batch_stats
-from tasks.rollout.batches import evaluation_units, train_units
-from tasks.rollout.trajectory import GroupSummary, TrajectorySummary
+from tasks.rollout.batches import train_units
+from tasks.rollout.trajectory import GroupSummary
 from tasks.run import Run
 from tasks.weights.commit import Published
 
@@ -110,26 +110,13 @@ def publish(run: Run, updated: Updated) -> Released:
 @task(cache_policy=NO_CACHE, persist_result=False)
 def evaluate(run: Run, released: Released) -> Evaluation:
     """Every held-out question at the published version, greedy and sampled."""
-    version = released.published.version
-    questions = run.inputs.held_out
-    greedy = evaluation_units(questions, run.config, version, greedy=True)
-    sampled = evaluation_units(questions, run.config, version, greedy=False)
-    run.fleet.offer([*greedy, *sampled])
-    of_greedy = run.fleet.collect([unit.unit_id for unit in greedy])
-    of_sampled = run.fleet.collect([unit.unit_id for unit in sampled])
-    evaluation = Evaluation(
-        version=version,
-        step=run.next_step,
-        questions=len(questions),
-        greedy=batch_stats(of_greedy),
-        sampled=batch_stats(of_sampled),
-        greedy_interval=_interval(of_greedy),
-        sampled_interval=_interval(of_sampled),
+    made, sampled = evaluate_version(
+        run.fleet, run.inputs, released.published.version, run.next_step
     )
-    run.history.evaluations.append(evaluation)
-    run.log.info(evaluation.line())
-    artifacts.evaluation(run, evaluation, of_sampled)
-    return evaluation
+    run.history.evaluations.append(made)
+    run.log.info(made.line())
+    artifacts.evaluation(run.name, run.inputs, run.store, run.history, sampled)
+    return made
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)
@@ -141,7 +128,7 @@ def checkpoint(run: Run, released: Released) -> None:
 @task(cache_policy=NO_CACHE, persist_result=False)
 def export(run: Run, released: Released) -> str:
     """The last version as a Hugging Face checkpoint in the store; returns its prefix."""
-    from tasks.final import store_checkpoint
+    from tasks.weights.final import store_checkpoint
 
     return store_checkpoint(run.store, run.name, released.published.version, run.inputs.model_dir)
 
@@ -166,8 +153,3 @@ def record(run: Run, batch: Batch, updated: Updated, released: Released) -> Step
     run.log.info(step.line())
     artifacts.progress(run)
     return step
-
-
-def _interval(groups: list[GroupSummary]) -> tuple[float, float]:
-    trajectories: list[TrajectorySummary] = [t for g in groups for t in g.trajectories]
-    return wilson(sum(t.exact_match for t in trajectories), len(trajectories))

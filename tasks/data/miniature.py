@@ -142,15 +142,11 @@ class World:
             Person(name, rng.choice(self.towns), rng.choice(BIRTH_YEARS), rng.choice(TRADES))
             for name in _names(FIRST_NAMES, SURNAMES, split, "people")
         ]
-        self.films = [
-            Film(
-                name,
-                *rng.sample(self.people, 2),
-                rng.choice(RELEASE_YEARS),
-                rng.choice(GENRES),
-            )
-            for name in _names(ADJECTIVES, NOUNS, split, "films")
-        ]
+        self.films = [self._film(name, rng) for name in _names(ADJECTIVES, NOUNS, split, "films")]
+
+    def _film(self, name: str, rng: random.Random) -> Film:
+        director, actor = rng.sample(self.people, 2)
+        return Film(name, director, actor, rng.choice(RELEASE_YEARS), rng.choice(GENRES))
 
     @cached_property
     def by_word(self) -> dict[str, list[Entity]]:

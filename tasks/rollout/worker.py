@@ -37,9 +37,13 @@ STILL_OPEN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """What a worker is told of a run; small, and without credentials."""
+    """What a worker is told of a run; small, and without credentials.
+
+    weights_run: whose versions the units name; another than `run` in an evaluation by itself.
+    """
 
     run: str
+    weights_run: str
     config: TrainConfig
     store: StoreLocation
     index_key: str
@@ -207,7 +211,7 @@ class Resident:
         """Starts the pulled units of the engine's version; another version waits until it idles."""
         while self._waiting:
             unit = self._waiting[0]
-            if not self._weights.holds(self._spec.run, unit.version):
+            if not self._weights.holds(self._spec.weights_run, unit.version):
                 if self._agent.active:
                     return
                 self._bring_to(unit.version)
@@ -220,7 +224,7 @@ class Resident:
 
     def _bring_to(self, version: int) -> None:
         anchors = self._weights.anchor_loads
-        applied = self._weights.apply(self._spec.run, version)
+        applied = self._weights.apply(self._spec.weights_run, version)
         self._queue.report(
             {
                 "kind": "applied",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tasks.config import WarmStartConfig
 from tasks.data.questions import Passage, Question
 from tasks.rollout.agent import Retriever
 from tasks.rollout.protocol import SearchProtocol
@@ -102,17 +103,16 @@ class _Play:
 def demonstrations(
     demonstrator: Demonstrator,
     questions: Sequence[Question],
-    count: int,
-    good_share: float,
+    settings: WarmStartConfig,
     seed: int,
 ) -> list[Demonstration]:
-    """`count` demonstrations, at least `good_share` of them good, in a seeded order."""
+    """The demonstrations asked for, less those that outgrow the context, in the order of use."""
     rng = random.Random(f"{seed}-demonstrations")
     made: list[Demonstration] = []
     order = [questions[i] for i in rng.sample(range(len(questions)), len(questions))]
-    for number in range(count):
+    for number in range(settings.demonstrations):
         question = order[number % len(order)]
-        good = rng.random() < good_share
+        good = number < settings.good_first or rng.random() < settings.good_share
         demonstration = demonstrator.good(question) if good else demonstrator.bad(question, rng)
         if demonstration is not None:
             made.append(demonstration)

@@ -78,9 +78,7 @@ def warm_start(
     settings = settings_of(config)
     protocol = SearchProtocol(tokenizer, config.model, config.rollout)
     demonstrator = Demonstrator(protocol, retriever, config.retrieval.top_k, config.model.context)
-    made = demonstrations(
-        demonstrator, questions, settings.demonstrations, settings.good_share, config.seed
-    )
+    made = demonstrations(demonstrator, questions, settings, config.seed)
     if not made:
         raise ConfigError(
             f"none of {settings.demonstrations} demonstrations fits model.context = "
