@@ -13,7 +13,7 @@ from prefect import flow, get_run_logger
 from pydantic import BaseModel
 
 from flows.cli import overrides_from, run_flow
-from infra.local import services
+from infra.local import attached
 from infra.state import home_folder
 from tasks.config import Overrides, resolve
 from tasks.errors import ConfigError
@@ -58,8 +58,6 @@ def evaluate(
         checkpoint: Folder or hub id of a Hugging Face checkpoint.
         overrides: Fields to change in the preset.
     """
-    from distributed import Client
-
     from tasks import artifacts
     from tasks.evaluation.held_out import evaluate_version
     from tasks.inputs import load_inputs
@@ -68,19 +66,14 @@ def evaluate(
 
     if (run is None) == (checkpoint is None):
         raise ConfigError("give either run (and perhaps version) or checkpoint, not both or none")
-    log = get_run_logger()
     config = resolve(preset, overrides)
-    cache = home_folder() / "cache"
-    inputs = load_inputs(config, cache)
+    inputs = load_inputs(config, home_folder() / "cache")
     with (
-        services(config) as found,
-        Client(found.scheduler, set_as_default=False) as client,
-        open_evaluation(
-            inputs, found.store, client, cache, (run, version, checkpoint), log
-        ) as opened,
+        attached(config, get_run_logger()) as cluster,
+        open_evaluation(inputs, cluster, run, version, checkpoint) as opened,
     ):
         made, sampled = evaluate_version(opened.fleet, inputs, opened.version, step=0)
-        log.info(made.line())
+        cluster.log.info(made.line())
         history = History(evaluations=[made])
         artifacts.evaluation(opened.name, inputs, opened.store, history, sampled)
     return Scores(

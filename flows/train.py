@@ -13,7 +13,7 @@ from prefect import flow, get_run_logger
 from pydantic import BaseModel
 
 from flows.cli import overrides_from, run_flow
-from infra.local import services
+from infra.local import attached
 from infra.state import home_folder
 from tasks.config import Overrides, resolve
 
@@ -55,35 +55,28 @@ def train(
         overrides: Fields to change in the preset.
         resume: Name of a run to go on with from its last checkpoint; empty starts a new one.
     """
-    from distributed import Client
-
     from tasks import stages
     from tasks.console import live_table
     from tasks.inputs import load_inputs
     from tasks.run import open_run
 
     config = resolve(preset, overrides)
-    cache = home_folder() / "cache"
-    inputs = load_inputs(config, cache)
-    log = get_run_logger()
-    with (
-        services(config) as found,
-        Client(found.scheduler, set_as_default=False) as client,
-        open_run(preset, inputs, found.store, client, cache, resume, log) as run,
-        live_table(run.history),
-    ):
-        released = stages.prepare(run)
-        stages.evaluate(run, released)
-        for step in run.remaining_steps:
-            batch = stages.at(stages.rollout, step)(run, step, released)
-            updated = stages.at(stages.update, step)(run, batch)
-            released = stages.at(stages.publish, step)(run, updated)
-            stages.record(run, batch, updated, released)
-            if run.due(config.evaluation.every):
-                stages.at(stages.evaluate, step)(run, released)
-            if run.due(config.training.checkpoint_every):
-                stages.at(stages.checkpoint, step)(run, released)
-        final = stages.export(run, released)
+    inputs = load_inputs(config, home_folder() / "cache")
+    with attached(config, get_run_logger()) as cluster:
+        policy = stages.warm_start(cluster, inputs)
+        with open_run(preset, inputs, cluster, policy, resume) as run, live_table(run.history):
+            released = stages.prepare(run)
+            stages.evaluate(run, released)
+            for step in run.remaining_steps:
+                batch = stages.at(stages.rollout, step)(run, step, released)
+                updated = stages.at(stages.update, step)(run, batch)
+                released = stages.at(stages.publish, step)(run, updated)
+                stages.record(run, batch, updated, released)
+                if run.due(config.evaluation.every):
+                    stages.at(stages.evaluate, step)(run, released)
+                if run.due(config.training.checkpoint_every):
+                    stages.at(stages.checkpoint, step)(run, released)
+            final = stages.export(run, released)
     return _result(run.name, run.version, final, run.history)
 
 

@@ -55,11 +55,12 @@ def warm_start(
     from tasks.retrieval.bm25 import build
     from tasks.training import tiny_policy
     from tasks.training import warm_start as work
+    from tasks.training.demonstrations import chosen_questions
     from tasks.training.policy import load_policy, load_tokenizer, resolve_model_dir
 
     log = get_run_logger()
     config = resolve(preset, overrides)
-    work.settings_of(config)
+    settings = work.settings_of(config)
     folder = Path(output)
     if folder.exists():
         raise ConfigError(f"{folder} exists; name a folder that does not, or remove it")
@@ -80,7 +81,8 @@ def warm_start(
         if step % REPORT_EVERY == 0 or step + 1 == steps:
             log.info("step %d of %d, loss %.3f", step, steps, loss)
 
-    provenance = work.warm_start(config, model, tokenizer, questions, index, report)
+    chosen = chosen_questions(questions, settings, config.seed)
+    provenance = work.warm_start(config, model, tokenizer, chosen, index, report)
     provenance["base"] = base or config.model.path
     work.save_policy(model, tokenizer, provenance, folder)
     return Made(folder=str(folder), provenance=provenance)

@@ -30,6 +30,7 @@ from infra.state import (
     remove_record,
     write_record,
 )
+from tasks.cluster import Attached, Log
 from tasks.config import TrainConfig, resolve
 from tasks.errors import ConfigError, KindlingError, ServiceError
 from tasks.store import ObjectStore, StoreLocation
@@ -88,6 +89,17 @@ def services(config: TrainConfig, home: Path | None = None) -> Iterator[Services
     else:
         with _embedded(config, folder) as own:
             yield own
+
+
+@contextmanager
+def attached(config: TrainConfig, log: Log, home: Path | None = None) -> Iterator[Attached]:
+    """`services`, and a client of their scheduler: what a flow works with.
+
+    Raises:
+        As `services`.
+    """
+    with services(config, home) as found, connect(found.scheduler, config.cluster.wait_s) as client:
+        yield Attached(client, found.store, home_folder(home) / "cache", log)
 
 
 @contextmanager

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from distributed import Client, Future
 
+from tasks.store import StoreLocation
 from tasks.warm import require_here
+
+Log = logging.Logger | logging.LoggerAdapter
 
 ROLLOUT = "ROLLOUT"
 TRAINER = "TRAINER"
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What a flow works with once it is attached: a cluster, a store, a folder on every host for
+    caches, and where it logs."""
+
+    client: Client
+    store: StoreLocation
+    cache_dir: Path
+    log: Log
 
 
 def workers_with(client: Client, resource: str) -> list[str]:

@@ -7,17 +7,16 @@ warm and free for the next.
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from distributed import Client
 
+from tasks.cluster import Attached, Log
 from tasks.config import TrainConfig
 from tasks.errors import ConfigError, StoreConflict
 from tasks.inputs import Inputs, ensure_index
@@ -25,7 +24,7 @@ from tasks.metrics import History
 from tasks.rollout.batches import Producer
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.worker import RolloutSpec
-from tasks.store import ObjectStore, StoreLocation
+from tasks.store import ObjectStore
 from tasks.training import checkpoint
 from tasks.training.member import TrainerSpec
 from tasks.training.policy import resolve_model_dir
@@ -33,7 +32,6 @@ from tasks.training.trainers import Trainers
 from tasks.weights.checkpoint import publish_checkpoint
 from tasks.weights.commit import read_ref
 
-Log = logging.Logger | logging.LoggerAdapter
 # May differ between a run and its resumption: how long, how often, and on what machines.
 FREE_TO_CHANGE = {"cluster", "evaluation"}
 FREE_TRAINING = {"steps", "checkpoint_every"}
@@ -91,37 +89,37 @@ def record_key(run: str) -> str:
 
 @contextmanager
 def open_run(
-    preset: str,
-    inputs: Inputs,
-    location: StoreLocation,
-    client: Client,
-    cache_dir: Path,
-    resume: str | None,
-    log: Log,
+    preset: str, inputs: Inputs, cluster: Attached, policy: str | None, resume: str | None
 ) -> Iterator[Run]:
     """Opens a new run, or goes on with `resume`; closes it at the end, whatever the end is.
+
+    Args:
+        policy: prefix in the store of the warm-started policy to begin with; None: model.path.
+        resume: name of the run to go on with; None: a new one.
 
     Raises:
         ConfigError: `resume` names no run, one with other settings, or one without a checkpoint.
         RunClosed: that run is open in another flow.
         GangError, ClusterError: the cluster lacks workers.
     """
-    store = ObjectStore(location)
+    store = ObjectStore(cluster.store)
+    config, log, cache = inputs.config, cluster.log, str(cluster.cache_dir)
     name = resume or new_name(preset)
-    made = _resumable(store, name, inputs.config) if resume else _record(store, name, inputs.config)
+    made = _resumable(store, name, config) if resume else _record(store, name, config)
     if ensure_index(inputs, store):
         log.info("built the BM25 index over %d passages", len(inputs.passages))
-    spec = RolloutSpec(name, name, inputs.config, location, inputs.index_key, str(cache_dir))
-    trainer_spec = TrainerSpec(name, inputs.config, location, str(cache_dir), resume is not None)
-    fleet = Fleet(client, spec, log)
+    start = made.step if made else 0
+    fleet = Fleet(
+        cluster.client,
+        RolloutSpec(name, name, config, cluster.store, inputs.index_key, cache),
+        log,
+    )
     try:
-        trainers = Trainers(client, trainer_spec, _this_host(client))
+        spec = TrainerSpec(name, config, cluster.store, cache, resume is not None, policy)
+        trainers = Trainers(cluster.client, spec, _this_host(cluster.client))
         try:
-            start = made.step if made else 0
-            producer = Producer(inputs.config.training.steps, STALENESS_BOUND, start)
-            yield Run(
-                name, inputs, store, fleet, trainers, producer, log, next_step=start, resumed=made
-            )
+            producer = Producer(config.training.steps, STALENESS_BOUND, start)
+            yield Run(name, inputs, store, fleet, trainers, producer, log, start, resumed=made)
         finally:
             trainers.close()
     finally:
@@ -141,33 +139,34 @@ class OpenEvaluation:
 @contextmanager
 def open_evaluation(
     inputs: Inputs,
-    location: StoreLocation,
-    client: Client,
-    cache_dir: Path,
-    of: tuple[str | None, int | None, str | None],
-    log: Log,
+    cluster: Attached,
+    run: str | None,
+    version: int | None,
+    checkpoint_path: str | None,
 ) -> Iterator[OpenEvaluation]:
     """Serves one version for evaluation.
 
     Args:
-        of: (run, version or None for its newest, checkpoint): a run, or a checkpoint's folder or
-            hub id, which is published as version 0 of a run of its own first.
+        run, version: a run's version; None: its newest.
+        checkpoint_path: in place of a run, a folder or hub id, published as version 0 of a run of
+            its own first.
 
     Raises:
         ConfigError: the run has no such version.
     """
-    store = ObjectStore(location)
+    store = ObjectStore(cluster.store)
     name = new_name("evaluation")
-    run, version, checkpoint_path = of
     if run is None:
-        assert checkpoint_path is not None
-        folder = resolve_model_dir(checkpoint_path, cache_dir / "models")
+        if checkpoint_path is None:
+            raise ConfigError("nothing to evaluate: give a run or a checkpoint")
+        folder = resolve_model_dir(checkpoint_path, cluster.cache_dir / "models")
         run, version = name, publish_checkpoint(store, name, folder)
     else:
         version = _existing(store, run, version)
     ensure_index(inputs, store)
-    spec = RolloutSpec(name, run, inputs.config, location, inputs.index_key, str(cache_dir))
-    fleet = Fleet(client, spec, log)
+    cache = str(cluster.cache_dir)
+    spec = RolloutSpec(name, run, inputs.config, cluster.store, inputs.index_key, cache)
+    fleet = Fleet(cluster.client, spec, cluster.log)
     try:
         yield OpenEvaluation(name, fleet, store, version)
     finally:

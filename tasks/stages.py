@@ -14,11 +14,15 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
 from tasks import artifacts
+from tasks.cluster import Attached
 from tasks.evaluation.held_out import evaluate_version
+from tasks.inputs import Inputs
 from tasks.metrics import BatchStats, Evaluation, StepRecord, batch_stats
 from tasks.rollout.batches import train_units
 from tasks.rollout.trajectory import GroupSummary
 from tasks.run import Run
+from tasks.store import ObjectStore
+from tasks.training import stored_policy
 from tasks.weights.commit import Published
 
 T = TypeVar("T")
@@ -55,6 +59,21 @@ class Released:
     step: int
     published: Published
     seconds: float
+
+
+@task(name="warm-start", cache_policy=NO_CACHE, persist_result=False)
+def warm_start(cluster: Attached, inputs: Inputs) -> str | None:
+    """The warm-started policy the configuration asks for, made where the store lacks it.
+
+    Returns its prefix in the store; None where model.path is to be taken as it is.
+    """
+    if inputs.config.model.warm_start is None:
+        return None
+    prefix = stored_policy.policy_prefix(inputs)
+    if not stored_policy.is_made(ObjectStore(cluster.store), prefix):
+        stored_policy.make_policy(cluster, inputs, prefix)
+    cluster.log.info("policy: %s", prefix)
+    return prefix
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)

@@ -100,18 +100,29 @@ class _Play:
         return Demonstration(np.array(self._ids, np.int32), np.array(self._mask, bool))
 
 
+def chosen_questions(
+    questions: Sequence[Question], settings: WarmStartConfig, seed: int
+) -> list[Question]:
+    """The questions to demonstrate, as many as there are demonstrations or else all of them."""
+    rng = random.Random(f"{seed}-questions")
+    count = min(len(questions), settings.demonstrations)
+    return [questions[i] for i in rng.sample(range(len(questions)), count)]
+
+
 def demonstrations(
     demonstrator: Demonstrator,
     questions: Sequence[Question],
     settings: WarmStartConfig,
     seed: int,
 ) -> list[Demonstration]:
-    """The demonstrations asked for, less those that outgrow the context, in the order of use."""
+    """The demonstrations asked for, less those that outgrow the context, in the order of use.
+
+    Questions are taken in turn, again from the first where there are too few.
+    """
     rng = random.Random(f"{seed}-demonstrations")
     made: list[Demonstration] = []
-    order = [questions[i] for i in rng.sample(range(len(questions)), len(questions))]
     for number in range(settings.demonstrations):
-        question = order[number % len(order)]
+        question = questions[number % len(questions)]
         good = number < settings.good_first or rng.random() < settings.good_share
         demonstration = demonstrator.good(question) if good else demonstrator.bad(question, rng)
         if demonstration is not None:

@@ -26,18 +26,23 @@ from tasks.training.policy import resolve_model_dir
 from tasks.training.rank import TrainerRank
 from tasks.warm import warm
 from tasks.weights.commit import Published
+from tasks.weights.final import fetch_checkpoint
 from tasks.weights.publisher import PreparedPart, RankPublisher, commit
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """What a rank is told of a run; small, and without credentials."""
+    """What a rank is told of a run; small, and without credentials.
+
+    policy: prefix in the store of the warm-started policy to begin with; None takes model.path.
+    """
 
     run: str
     config: TrainConfig
     store: StoreLocation
     cache_dir: str
     resume: bool
+    policy: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,13 @@ class Member:
 
     def form(self, spec: TrainerSpec, meeting: Meeting) -> int:
         """Joins the epoch and stands at the base weights; returns how often they were loaded."""
-        model_dir = resolve_model_dir(spec.config.model.path, Path(spec.cache_dir) / "models")
+        store = ObjectStore(spec.store)
+        models = Path(spec.cache_dir) / "models"
+        model_dir = (
+            fetch_checkpoint(store, spec.policy, models)
+            if spec.policy
+            else resolve_model_dir(spec.config.model.path, models)
+        )
         cuda = torch.cuda.is_available()
         join(
             meeting.address,
@@ -81,7 +92,7 @@ class Member:
             loads -= self.rank.base_loads
             self.rank.reset(spec.config, meeting.rank, meeting.world)
         loads += self.rank.base_loads
-        self.store = ObjectStore(spec.store)
+        self.store = store
         self.publisher = RankPublisher(self.store, spec.run, meeting.rank, resume=spec.resume)
         self.spec = spec
         return loads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 
@@ -18,15 +19,28 @@ def store_checkpoint(store: ObjectStore, run: str, version: int, model_dir: Path
     prefix = f"runs/{run}/final/{version:08d}/"
     with tempfile.TemporaryDirectory(prefix="kindling-final-") as scratch:
         folder = export(store, run, version, Path(scratch) / "checkpoint", model_dir)
-        for path in sorted(folder.iterdir()):
-            store.put(prefix + path.name, path.read_bytes())
+        put_folder(store, folder, prefix)
     return prefix
 
 
+def put_folder(store: ObjectStore, folder: Path, prefix: str) -> None:
+    """Every file of a folder under a prefix."""
+    for path in sorted(folder.iterdir()):
+        store.put(prefix + path.name, path.read_bytes())
+
+
 def fetch_checkpoint(store: ObjectStore, prefix: str, folder: Path) -> Path:
-    """The inverse: the files of such a prefix in a new local folder."""
-    folder.mkdir(parents=True)
+    """The files under such a prefix in a local folder below `folder`, fetched once."""
+    target = folder / prefix.strip("/").replace("/", "-")
+    if target.is_dir():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
     keys = store.list(prefix)
-    for key, data in zip(keys, store.get_many(keys), strict=True):
-        (folder / key.removeprefix(prefix)).write_bytes(data)
-    return folder
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as scratch:
+        whole = Path(scratch) / "whole"
+        whole.mkdir()
+        for key, data in zip(keys, store.get_many(keys), strict=True):
+            (whole / key.removeprefix(prefix)).write_bytes(data)
+        with contextlib.suppress(OSError):
+            whole.rename(target)  # another rank of this host may have been first
+    return target
