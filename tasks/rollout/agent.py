@@ -148,12 +148,12 @@ class AgentLoop:
             for completion in completions
             if (attempt := self._running.pop(completion.request_id, None)) is not None
         ]
-        queries = [action.query for _, _, action in ended if isinstance(action, Search)]
+        queries = [a.query for t, _, a in ended if isinstance(a, Search) and not self._last(t)]
         found = iter(self._retriever.search(queries, self._top_k) if queries else [])
         groups = []
         for attempt, completion, action in ended:
-            hits = next(found) if isinstance(action, Search) else []
-            group = self._end_turn(attempt, completion, action, hits)
+            searched = isinstance(action, Search) and not self._last(attempt)
+            group = self._end_turn(attempt, completion, action, next(found) if searched else [])
             if group is not None:
                 groups.append(group)
         return groups
@@ -163,6 +163,10 @@ class AgentLoop:
         self._engine.abort(list(self._running))
         self._running.clear()
         self._finished.clear()
+
+    def _last(self, attempt: _Attempt) -> bool:
+        """Whether this is the turn in which only an answer counts."""
+        return len(attempt.turns) == self._rollout.max_search_turns
 
     def _request(self, attempt: _Attempt) -> None:
         turn = len(attempt.turns)
@@ -190,15 +194,16 @@ class AgentLoop:
             attempt.turns.append(Turn("answer", start, sampled_end, sampled_end))
             return self._end(attempt, "answered", action.text)
         is_search = isinstance(action, Search)
-        if is_search:
+        last = self._last(attempt)
+        observed: Sequence[int] = ()
+        if is_search and not last:
             passages = [self._retriever.passage(hit.passage_id) for hit in hits]
             observed = self._protocol.observation(passages)
-        else:
+        elif not last:
             observed = self._protocol.corrective
-        last = len(attempt.turns) == self._rollout.max_search_turns
         # One token must be left to sample after the observation.
         fits = len(attempt.ids) + len(observed) < self._context
-        if fits and not last:
+        if fits:
             attempt.take_observed(observed)
         attempt.turns.append(
             Turn(
@@ -207,7 +212,7 @@ class AgentLoop:
                 sampled_end,
                 len(attempt.ids),
                 action.query if isinstance(action, Search) else None,
-                tuple(hit.passage_id for hit in hits),
+                tuple(hit.passage_id for hit in hits) if fits else (),
             )
         )
         if last or not fits:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from tasks.errors import IntegrityError
@@ -144,6 +145,7 @@ def group_from_bytes(data: bytes) -> Group:
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         arrays = load(data)
+        _check_shapes(arrays)
         ends = np.cumsum(arrays["lengths"])
         trajectories = [
             _trajectory({name: arrays[name][end - n : end] for name in _ARRAYS}, rest)
@@ -152,10 +154,22 @@ def group_from_bytes(data: bytes) -> Group:
             )
         ]
         return Group(header["unit_id"], header["question_id"], tuple(trajectories))
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise IntegrityError(
-            f"{len(data)} bytes that should hold a group do not: {error}"
+            f"{len(data)} bytes that should hold a group do not: {error!r}"
         ) from None
+
+
+def _check_shapes(arrays: dict[str, np.ndarray]) -> None:
+    lengths = arrays["lengths"]
+    if lengths.dtype != np.int64 or lengths.ndim != 1 or (lengths < 0).any():
+        raise ValueError(f"lengths are {lengths}")
+    for name, dtype in _ARRAYS.items():
+        found = arrays[name]
+        if found.dtype != dtype or found.shape != (lengths.sum(),):
+            raise ValueError(
+                f"{name} is {found.dtype}{found.shape}, expected {dtype}({lengths.sum()},)"
+            )
 
 
 def _trajectory(arrays: dict[str, np.ndarray], rest: dict) -> Trajectory:
