@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from infra.local import prefect_api
-from tasks.config import resolve
+from infra.state import home_folder
+from tasks.config import TrainConfig, resolve
 from tasks.errors import ConfigError, KindlingError
 
 
@@ -43,17 +44,31 @@ def overrides_from(named: Mapping[str, Any], assignments: Sequence[str]) -> Any:
     return tree
 
 
+def check_inputs(config: TrainConfig) -> None:
+    """Reads and checks all that a run reads, as the run itself will."""
+    from tasks.inputs import load_inputs
+
+    load_inputs(config, home_folder() / "cache")
+
+
 def run_flow(
-    label: str, flow: Callable[..., Any], parameters: Callable[[], dict[str, Any]]
+    label: str,
+    flow: Callable[..., Any],
+    parameters: Callable[[], dict[str, Any]],
+    check: Callable[[TrainConfig], object],
 ) -> None:
     """Runs a flow with a Prefect API, its own where none is there, and prints its last line.
+
+    Args:
+        parameters: makes the flow's parameters.
+        check: what else must hold, before a server is started for the flow.
 
     Our own errors end the command with exit code 1 and their message, without a traceback.
     """
     began = time.perf_counter()
     try:
         arguments = parameters()
-        resolve(arguments["preset"], arguments["overrides"])  # before a server is started for it
+        check(resolve(arguments["preset"], arguments["overrides"]))
         with prefect_api():
             result = flow(**arguments)
     except KindlingError as error:

@@ -12,7 +12,7 @@ import typer
 from prefect import flow, get_run_logger
 from pydantic import BaseModel
 
-from flows.cli import overrides_from, run_flow
+from flows.cli import check_inputs, overrides_from, run_flow
 from infra.local import attached
 from infra.state import home_folder
 from tasks.config import Overrides, resolve
@@ -109,6 +109,7 @@ def main(
             "checkpoint": checkpoint,
             "overrides": overrides_from({}, changes or ()),
         },
+        check_inputs,
     )
 
 

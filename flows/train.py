@@ -12,7 +12,7 @@ import typer
 from prefect import flow, get_run_logger
 from pydantic import BaseModel
 
-from flows.cli import overrides_from, run_flow
+from flows.cli import check_inputs, overrides_from, run_flow
 from infra.local import attached
 from infra.state import home_folder
 from tasks.config import Overrides, resolve
@@ -81,12 +81,14 @@ def train(
 
 
 def _result(name: str, version: int, checkpoint: str, history: History) -> Result:
+    from tasks.run import metrics_key
+
     steps = history.steps
     return Result(
         run=name,
         version=version,
         checkpoint=checkpoint,
-        metrics=f"runs/{name}/metrics.jsonl",
+        metrics=metrics_key(name),
         first_em=history.evaluations[0].sampled.exact_match,
         last_em=history.evaluations[-1].sampled.exact_match,
         delta_bytes=sum(step.delta_bytes for step in steps) / max(1, len(steps)),
@@ -131,6 +133,7 @@ def main(
             "overrides": overrides_from(named, changes or ()),
             "resume": resume,
         },
+        check_inputs,
     )
 
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from flows.cli import overrides_from, run_flow
 from infra.state import home_folder
 from tasks.config import Overrides, resolve
+from tasks.data.hotpotqa import load_questions
 from tasks.errors import ConfigError
 
 REPORT_EVERY = 50
@@ -50,7 +51,6 @@ def warm_start(
         base: Model to start from instead of the preset's; "new" makes the tiny one from nothing.
         overrides: Fields to change in the preset; model.warm_start says how.
     """
-    from tasks.data.hotpotqa import load_questions
     from tasks.data.questions import pool
     from tasks.retrieval.bm25 import build
     from tasks.training import tiny_policy
@@ -106,6 +106,7 @@ def main(
             "base": base,
             "overrides": overrides_from({}, changes or ()),
         },
+        lambda config: load_questions(config.data.train),
     )
 
 

@@ -40,9 +40,7 @@ class Record:
 def home_folder(home: Path | None = None) -> Path:
     """The state folder: the one given, else KINDLING_HOME, else .kindling in the repository."""
     chosen = home or Path(os.environ.get("KINDLING_HOME") or ROOT / ".kindling")
-    chosen = chosen.expanduser().resolve()
-    chosen.mkdir(parents=True, exist_ok=True)
-    return chosen
+    return chosen.expanduser().resolve()
 
 
 def read_record(home: Path) -> Record | None:
@@ -103,6 +101,7 @@ def locked(home: Path, purpose: str) -> Iterator[int]:
     Raises:
         ServiceError: another process holds it.
     """
+    home.mkdir(parents=True, exist_ok=True)
     path = home / f"{purpose}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
+from typing import Any
 
 from tasks.rollout.trajectory import GroupSummary
 
@@ -114,3 +115,23 @@ class History:
         rows += [{"kind": "evaluation", **asdict(record)} for record in self.evaluations]
         rows.append({"kind": "loads", **self.loads})
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+    @staticmethod
+    def before(step: int, data: bytes) -> History:
+        """What `to_jsonl` wrote, less what happened from `step` on: where a resumed run goes on."""
+        history = History()
+        for line in data.decode().splitlines():
+            row = json.loads(line)
+            kind = row.pop("kind")
+            if kind == "step" and row["step"] < step:
+                history.steps.append(StepRecord(**{**row, "batch": BatchStats(**row["batch"])}))
+            elif kind == "evaluation" and row["step"] <= step:
+                history.evaluations.append(_evaluation(row))
+        return history
+
+
+def _evaluation(row: dict[str, Any]) -> Evaluation:
+    for name in ("greedy", "sampled"):
+        row[name] = BatchStats(**row[name])
+        row[f"{name}_interval"] = tuple(row[f"{name}_interval"])
+    return Evaluation(**row)

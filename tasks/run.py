@@ -75,7 +75,7 @@ class Run:
     def save_history(self) -> None:
         """Writes `metrics.jsonl` beside the run's other objects."""
         self.history.loads = {**self.fleet.loads, "trainer_bases": self.trainers.base_loads}
-        self.store.put(f"runs/{self.name}/metrics.jsonl", self.history.to_jsonl())
+        self.store.put(metrics_key(self.name), self.history.to_jsonl())
 
 
 def new_name(preset: str) -> str:
@@ -85,6 +85,10 @@ def new_name(preset: str) -> str:
 
 def record_key(run: str) -> str:
     return f"runs/{run}/run.json"
+
+
+def metrics_key(run: str) -> str:
+    return f"runs/{run}/metrics.jsonl"
 
 
 @contextmanager
@@ -119,7 +123,19 @@ def open_run(
         trainers = Trainers(cluster.client, spec, _this_host(cluster.client))
         try:
             producer = Producer(config.training.steps, STALENESS_BOUND, start)
-            yield Run(name, inputs, store, fleet, trainers, producer, log, start, resumed=made)
+            history = _history_before(store, name, start) if made else History()
+            yield Run(
+                name,
+                inputs,
+                store,
+                fleet,
+                trainers,
+                producer,
+                log,
+                start,
+                resumed=made,
+                history=history,
+            )
         finally:
             trainers.close()
     finally:
@@ -210,6 +226,10 @@ def _record(store: ObjectStore, name: str, config: TrainConfig) -> None:
         store.create(record_key(name), text.encode())
     except StoreConflict as error:
         raise ConfigError(f"run {name!r} exists already; resume it or start another") from error
+
+
+def _history_before(store: ObjectStore, name: str, step: int) -> History:
+    return History.before(step, store.get(metrics_key(name)))
 
 
 def _resumable(store: ObjectStore, name: str, config: TrainConfig) -> checkpoint.Checkpoint:

@@ -129,11 +129,16 @@ class Example:
 
 
 class World:
-    """All entities of one split."""
+    """All entities of one split.
 
-    def __init__(self, split: Split) -> None:
+    number: 0 is the world of runs. Others have the same names and other facts: a policy that is
+    to learn how to find facts, and not the facts, is shown many of them (the warm start).
+    """
+
+    def __init__(self, split: Split, number: int = 0) -> None:
         self.split: Split = split
-        rng = random.Random(f"{SEED}-{split}-facts")
+        self.seed = f"{SEED}-{split}-{number}"
+        rng = random.Random(f"{self.seed}-facts")
         self.towns = [
             Town(name, rng.choice(COUNTRIES))
             for name in _names(TOWN_PREFIXES, TOWN_STEMS, split, "towns")
@@ -175,7 +180,7 @@ class World:
 
     def examples(self) -> Iterator[Example]:
         """Endless distinct examples; the mix of kinds is fixed by position, never by chance."""
-        rng = random.Random(f"{SEED}-{self.split}-questions")
+        rng = random.Random(f"{self.seed}-questions")
         seen: set[str] = set()
         mix = ["place", "year", "country"] * 6 + ["place", *_EVEN_ODDS, *_EVEN_ODDS[:2]]
         for kind in itertools.cycle(mix):
@@ -279,16 +284,19 @@ def _context(example: Example, world: World, rng: random.Random) -> list[Entity]
     return context
 
 
-def generate(split: str) -> list[dict[str, Any]]:
+def generate(split: str, number: int = 0) -> list[dict[str, Any]]:
     """The split's questions as HotpotQA rows, distinct questions, always the same.
+
+    Args:
+        number: which world of the split, see `World`.
 
     Raises:
         DataError: there is no such split.
     """
     if split != "train" and split != "held_out":
         raise DataError(f"miniature:{split}: the splits are {', '.join(get_args(Split))}")
-    world = World(split)
-    rng = random.Random(f"{SEED}-{split}-context")
+    world = World(split, number)
+    rng = random.Random(f"{world.seed}-context")
     examples = itertools.islice(world.examples(), QUESTIONS[world.split])
     return [
         _row(f"mini-{split}-{i:05d}", example, _context(example, world, rng))

@@ -3,8 +3,8 @@
 `QueueBoard` is a scheduler plug-in with a queue for each open run; `FlowQueue` is the flow's side
 and `WorkerQueue` a worker's. Waiting is a long poll answered by the scheduler's event loop, so
 nobody sleeps. A run is open as long as its flow renews its lease; a flow that was killed stops
-renewing (or its client disconnects), and every worker then learns at its next pull that the run is
-closed.
+renewing (or its client disconnects, which closes the run at once), and every worker then learns at
+its next pull that the run is closed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,20 @@ LEASE_S = 60.0
 class _OpenRun:
     queue: UnitQueue
     deadline: float
+    client: str
     events: list[Wire] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    # Two, so that a result wakes the flow and not every idle worker.
+    work: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def wake(self) -> None:
-        """Wakes everyone who waits now; whoever comes later waits for the next change."""
-        self.changed.set()
-        self.changed = asyncio.Event()
+    def wake_workers(self) -> None:
+        """Wakes the workers that wait now; whoever comes later waits for the next change."""
+        self.work.set()
+        self.work = asyncio.Event()
+
+    def wake_flow(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
 
 
 class QueueBoard(SchedulerPlugin):
@@ -71,38 +78,48 @@ class QueueBoard(SchedulerPlugin):
                 run.events.append(
                     {"kind": "worker_lost", "run": name, "worker": worker, "units": returned}
                 )
-            run.wake()
+                run.wake_workers()
+            run.wake_flow()
 
-    async def kindling_open(self, run: str) -> None:
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """A flow that has gone will not come back: its tasks on the workers are released too."""
+        for name in [name for name, run in self._runs.items() if run.client == client]:
+            self._close(name)
+
+    async def kindling_open(self, run: str, client: str) -> None:
         if run in self._runs and self._runs[run].deadline > time.monotonic():
             raise RunClosed(f"run {run!r} is already open in another flow; cancel that one first")
-        self._runs[run] = _OpenRun(UnitQueue(), time.monotonic() + LEASE_S)
+        self._runs[run] = _OpenRun(UnitQueue(), time.monotonic() + LEASE_S, client)
 
     async def kindling_renew(self, run: str) -> None:
         self._get(run).deadline = time.monotonic() + LEASE_S
 
     async def kindling_close(self, run: str) -> None:
+        self._close(run)
+
+    def _close(self, run: str) -> None:
         closed = self._runs.pop(run, None)
         if closed is not None:
-            closed.wake()
+            closed.wake_workers()
+            closed.wake_flow()
 
     async def kindling_offer(self, run: str, units: Sequence[Wire]) -> None:
         state = self._get(run)
         state.queue.offer(units)
-        state.wake()
+        state.wake_workers()
 
     async def kindling_pull(self, run: str, worker: str, count: int, wait: bool) -> list[Wire]:
         """At most `count` units; with `wait`, an empty list only after `POLL_S`."""
         state = self._get(run)
         units = state.queue.pull(worker, count)
-        if not units and wait and await _changed(state):
+        if not units and wait and await _set_in_time(state.work):
             units = self._get(run).queue.pull(worker, count)
         return units
 
     async def kindling_complete(self, run: str, worker: str, result: Wire) -> bool:
         state = self._get(run)
         accepted = state.queue.complete(worker, result)
-        state.wake()
+        state.wake_flow()
         return accepted
 
     async def kindling_fail(self, run: str, worker: str, unit_id: str, message: str) -> None:
@@ -111,19 +128,20 @@ class QueueBoard(SchedulerPlugin):
         state.events.append(
             {"kind": "unit_failed", "worker": worker, "unit_id": unit_id, "message": message}
         )
-        state.wake()
+        state.wake_workers()
+        state.wake_flow()
 
     async def kindling_report(self, run: str, event: Wire) -> None:
         state = self._get(run)
         state.events.append(event)
-        state.wake()
+        state.wake_flow()
 
     async def kindling_collect(self, run: str, done: int, events: int) -> Wire:
         """Results and events after the first `done` and `events`; waits `POLL_S` at most."""
         state = self._get(run)
         state.deadline = time.monotonic() + LEASE_S
         if len(state.queue.done) == done and len(state.events) == events:
-            await _changed(state)
+            await _set_in_time(state.news)
             state = self._get(run)
         return {
             "done": state.queue.done[done:],
@@ -139,9 +157,9 @@ class QueueBoard(SchedulerPlugin):
         raise RunClosed(f"run {run!r} is closed: it ended, was cancelled or its flow died")
 
 
-async def _changed(state: _OpenRun) -> bool:
+async def _set_in_time(event: asyncio.Event) -> bool:
     try:
-        await asyncio.wait_for(state.changed.wait(), POLL_S)
+        await asyncio.wait_for(event.wait(), POLL_S)
     except TimeoutError:
         return False
     return True
@@ -156,7 +174,7 @@ class FlowQueue:
         self._done = 0
         self._events = 0
         client.register_plugin(QueueBoard())
-        self._call("kindling_open")
+        self._call("kindling_open", client=client.id)
 
     def _call(self, handler: str, **arguments: Any) -> Any:
         remote: Callable[..., Coroutine[Any, Any, Any]] = getattr(self._client.scheduler, handler)
