@@ -30,6 +30,7 @@ def start_prefect(group: ProcessGroup, home: Path, ready_s: float = READY_S) -> 
     inherited: dict[str, str | None] = {
         name: None for name in os.environ if name.startswith("PREFECT_")
     }
+    api = f"http://127.0.0.1:{port}/api"
     command = [sys.executable, "-m", "prefect", "server", "start"]
     child = group.start(
         "prefect",
@@ -37,12 +38,13 @@ def start_prefect(group: ProcessGroup, home: Path, ready_s: float = READY_S) -> 
         env={
             **inherited,
             "PREFECT_HOME": str(folder),
+            # Without it the UI's pages ask port 4200, whatever port the server has.
+            "PREFECT_SERVER_UI_API_URL": api,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "DO_NOT_TRACK": "1",
         },
     )
-    api = f"http://127.0.0.1:{port}/api"
     return group.wait_ready(child, lambda: api if is_healthy(api) else None, ready_s)
 
 

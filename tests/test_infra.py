@@ -414,6 +414,9 @@ class TestEmbedded:
         with prefect_api(tmp_path) as api:
             assert _doubling() == 42
             assert _flow_runs(api) == 1
+            # The pages in the browser must ask this server, not the default port.
+            settings = httpx.get(f"{api.removesuffix('/api')}/ui-settings").json()
+            assert settings["api_url"] == api
             token = _token_of_a_child()
             with pytest.raises(ServiceError, match="is in use"), prefect_api_unset(tmp_path):
                 pass
