@@ -56,8 +56,10 @@ class QueueBoard(SchedulerPlugin):
 
     def __init__(self) -> None:
         self._runs: dict[str, _OpenRun] = {}
+        self._scheduler: Scheduler | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         for method in (
             self.kindling_open,
             self.kindling_offer,
@@ -110,11 +112,16 @@ class QueueBoard(SchedulerPlugin):
 
     async def kindling_pull(self, run: str, worker: str, count: int, wait: bool) -> list[Wire]:
         """At most `count` units; with `wait`, an empty list only after `POLL_S`."""
-        state = self._get(run)
-        units = state.queue.pull(worker, count)
-        if not units and wait and await _set_in_time(state.work):
-            units = self._get(run).queue.pull(worker, count)
+        units = self._pull(run, worker, count)
+        if not units and wait and await _set_in_time(self._get(run).work):
+            units = self._pull(run, worker, count)
         return units
+
+    def _pull(self, run: str, worker: str, count: int) -> list[Wire]:
+        queue = self._get(run).queue
+        # One that died while it waited here must get nothing: nobody would ever give it back.
+        assert self._scheduler is not None
+        return queue.pull(worker, count) if worker in self._scheduler.workers else []
 
     async def kindling_complete(self, run: str, worker: str, result: Wire) -> bool:
         state = self._get(run)

@@ -1,0 +1,321 @@
+"""No-op parts of a run, importable by Dask workers: engine, weights, retriever and trainer ranks.
+
+Everything around them is the product's: the agent loop, the resident loop, the queue, the fleet,
+the way to the trainer ranks. Groups are made of random but valid ids and log-probabilities.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from distributed import Client
+
+from tasks.cluster import TRAINER, workers_with
+from tasks.data.questions import Passage
+from tasks.errors import RunClosed, UnitFailed
+from tasks.retrieval.bm25 import Hit
+from tasks.rollout import board
+from tasks.rollout.agent import AgentLoop, Unit
+from tasks.rollout.board import WorkerQueue
+from tasks.rollout.engine import Completion, Request
+from tasks.rollout.protocol import SearchProtocol
+from tasks.rollout.trajectory import (
+    Group,
+    GroupSummary,
+    Trajectory,
+    group_from_bytes,
+    group_to_bytes,
+)
+from tasks.rollout.worker import Resident, RolloutSpec
+from tasks.store import ObjectStore
+from tasks.training.batching import plan_update
+from tasks.training.member import TrainerSpec
+from tasks.training.policy import load_tokenizer
+from tasks.training.trainers import Trainers
+from tasks.warm import this_worker, warm
+from tasks.weights.commit import Published
+from tasks.weights.manifest import ManifestRef
+from tasks.weights.transfer import Applied
+
+VOCABULARY = 2000
+FAILS, FAILS_ONCE = "this unit always fails", "this unit fails once"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the no-op engine returns, and how long it takes.
+
+    tokens: of a whole trajectory, about. turns: the last one answers, the others search.
+    """
+
+    tokens: int = 2000
+    turns: int = 2
+    pause_s: float = 0.0
+    stored: bool = True
+
+
+class NoopEngine:
+    """Completes every running request at each step, with slices of ids made beforehand."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._running: dict[str, Request] = {}
+        rng = np.random.default_rng(0)
+        self._ids = rng.integers(4, VOCABULARY, 2 * shape.tokens + 2).tolist()
+        self._logprobs = (-rng.random(2 * shape.tokens + 2)).tolist()
+
+    def add(self, request: Request) -> None:
+        self._running[request.request_id] = request
+
+    def step(self) -> list[Completion]:
+        if self._shape.pause_s:
+            time.sleep(self._shape.pause_s)
+        running, self._running = self._running, {}
+        return [self._complete(request) for request in running.values()]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
+
+    def _complete(self, request: Request) -> Completion:
+        left = self._shape.turns - int(request.request_id.rsplit("/", 1)[1])
+        count = (self._shape.tokens - len(request.prompt_ids)) // left
+        count = max(1, min(count, request.max_tokens))
+        start = request.seed % (self._shape.tokens + 1)
+        return Completion(
+            request.request_id,
+            self._ids[start : start + count],
+            self._logprobs[start : start + count],
+            "<answer> no-op </answer>" if left == 1 else "<search> no-op </search>",
+            "stop",
+        )
+
+
+class NoopWeights:
+    """Holds whatever version was asked for last."""
+
+    anchor_loads = 0
+
+    def __init__(self) -> None:
+        self._held: tuple[str, int] | None = None
+
+    def holds(self, run: str, version: int) -> bool:
+        return self._held == (run, version)
+
+    def apply(self, run: str, version: int) -> Applied:
+        self._held = (run, version)
+        return Applied(run, version, "delta", 0, 0.0, 0.0)
+
+
+class NoopRetriever:
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        return [[Hit(0, 1.0)] for _ in queries]
+
+    def passage(self, passage_id: int) -> Passage:
+        return Passage("No-op", "A passage.")
+
+
+class NoopStore:
+    """In place of the store's calls in a Resident and a trainer rank: nothing is sent or read.
+
+    What is read is one group, made once; so bytes are made and taken apart as with a real store.
+    """
+
+    def __init__(self, shape: Shape, group_size: int) -> None:
+        trajectories = (_trajectory(shape.tokens),) * group_size
+        self._group = group_to_bytes(Group("unit", "question", trajectories))
+
+    def put(self, key: str, data: bytes) -> None:
+        pass
+
+    def get_many(self, keys: Iterable[str]) -> list[bytes]:
+        return [self._group for _ in keys]
+
+
+class TimedStore(ObjectStore):
+    """The real store; adds up the seconds its callers spend in it (overlapping ones each)."""
+
+    seconds = 0.0
+    _adding = threading.Lock()
+
+    def put(self, key: str, data: Any) -> None:
+        began = time.perf_counter()
+        super().put(key, data)
+        self._add(began)
+
+    def get_many(self, keys: Iterable[str], concurrency: int = 16) -> list[bytes]:
+        began = time.perf_counter()
+        found = super().get_many(keys, concurrency)
+        self._add(began)
+        return found
+
+    @classmethod
+    def _add(cls, began: float) -> None:
+        with cls._adding:
+            TimedStore.seconds += time.perf_counter() - began
+
+
+def store_seconds() -> float:
+    """Seconds this process has spent in the store; for `Client.run`."""
+    return TimedStore.seconds
+
+
+def _trajectory(tokens: int) -> Trajectory:
+    mask = np.arange(tokens) >= min(20, tokens - 1)
+    return Trajectory(
+        ids=np.arange(tokens, dtype=np.int32) % VOCABULARY,
+        loss_mask=mask,
+        logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        prompt_tokens=int((~mask).sum()),
+        turns=(),
+        end="answered",
+        answer="no-op",
+        exact_match=False,
+        f1=0.0,
+        reward=0.0,
+    )
+
+
+class FragileAgent(AgentLoop):
+    """Fails on units whose question says so."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._failed: Counter[str] = Counter()
+
+    def submit(self, unit: Unit) -> None:
+        if FAILS in unit.question or (
+            FAILS_ONCE in unit.question and not self._failed[unit.unit_id]
+        ):
+            self._failed[unit.unit_id] += 1
+            raise UnitFailed(f"{unit.unit_id} was told to fail")
+        super().submit(unit)
+
+
+@dataclass(slots=True)
+class _Serving:
+    """Warm state of a worker: what it keeps, and how many loops run on it now."""
+
+    tokenizer: Any = None
+    loops: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def _state() -> _Serving:
+    return warm("noop", _Serving)
+
+
+def loops_here(dask_worker: Any = None) -> int:
+    """How many resident loops run on this worker; for `Client.run`."""
+    state = vars(dask_worker).get("kindling", {}).get("noop")
+    return state.loops if state else 0
+
+
+def serve(spec: RolloutSpec, shape: Shape = Shape()) -> None:
+    """In place of `tasks.rollout.worker.serve_run`; bind `shape` by functools.partial."""
+    worker, state = this_worker(), _state()
+    with state.lock:
+        if state.tokenizer is None:
+            model = spec.config.model
+            state.tokenizer = load_tokenizer(Path(model.path), model.chat)
+        state.loops += 1
+    config = spec.config
+    queue = WorkerQueue(worker, spec.run)
+    agent = FragileAgent(
+        NoopEngine(shape),
+        SearchProtocol(state.tokenizer, config.model, config.rollout),
+        NoopRetriever(),
+        config.rollout,
+        config.model.context,
+        1,
+    )
+    store = TimedStore(spec.store) if shape.stored else NoopStore(shape, 1)
+    try:
+        queue.report({"kind": "ready", "loads": {"engines": 1, "indexes": 1, "anchors": 0}})
+        resident = Resident(worker, queue, agent, NoopWeights(), cast("ObjectStore", store), spec)
+        try:
+            resident.run()
+        finally:
+            agent.abort()
+            resident.close()
+    except RunClosed:
+        return
+    finally:
+        with state.lock:
+            state.loops -= 1
+
+
+def set_lease(seconds: float) -> float:
+    """Changes the lease where it is kept, on the scheduler (`Client.run_on_scheduler`); returns
+    the old one."""
+    before, board.LEASE_S = board.LEASE_S, seconds
+    return before
+
+
+class NoopTrainers(Trainers):
+    """Calls its ranks as `Trainers` does; they read and take apart their groups, and no more."""
+
+    def __init__(self, client: Client, spec: TrainerSpec, shape: Shape) -> None:
+        self._client = client
+        self._spec = spec
+        self._shape = shape
+        self._addresses = workers_with(client, TRAINER)[: spec.config.cluster.trainer_ranks]
+        self._epoch = 0
+        self._version = -1
+        self.base_loads = 0
+
+    def update(self, step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
+        return self._call(
+            f"update-{step}",
+            noop_update,
+            lambda rank: (self._spec, self._shape, rank, step, list(groups)),
+        )[0]
+
+    def publish(self, step: int) -> Published:
+        self._version += 1
+        return self._call(
+            f"publish-{step}", noop_publish, lambda _: (self._spec.run, self._version)
+        )[0]
+
+    def close(self) -> None:
+        pass
+
+
+def noop_update(
+    spec: TrainerSpec, shape: Shape, rank: int, step: int, groups: Sequence[GroupSummary]
+) -> dict[str, float]:
+    """A rank's part of `tasks.training.member.update` without the training."""
+    training = spec.config.training
+    plan = plan_update(
+        groups,
+        mini_batch_size=training.mini_batch_size,
+        ranks=spec.config.cluster.trainer_ranks,
+        tokens_per_micro_batch=training.tokens_per_micro_batch,
+        seed=spec.config.seed,
+        step=step,
+    )
+    store = warm(
+        f"noop-store-{shape}",
+        lambda: (
+            TimedStore(spec.store)
+            if shape.stored
+            else NoopStore(shape, spec.config.rollout.group_size)
+        ),
+    )
+    tokens = 0
+    for data in store.get_many([groups[i].key for i in plan.groups_of(rank)]):
+        tokens += sum(len(t.ids) for t in group_from_bytes(data).trajectories)
+    return {"loss": 0.0, "grad_norm": 0.0, "mismatch_kl": 0.0, "tokens": float(tokens)}
+
+
+def noop_publish(run: str, version: int) -> Published:
+    ref = ManifestRef(version=version, manifest="0" * 64)
+    return Published(run, version, "delta", ref, 0, 0, 0, 1, 0, 1)

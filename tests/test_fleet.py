@@ -1,0 +1,327 @@
+"""The fleet over real Dask processes and a real store, with no-op engines."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import pytest
+from distributed import Client
+
+from infra.cluster import connect, start_scheduler, start_workers, wait_for_workers
+from infra.processes import ROOT, ProcessGroup, child_environment
+from tasks.cluster import ROLLOUT, workers_with
+from tasks.config import TrainConfig, resolve
+from tasks.errors import RunClosed, UnitFailed
+from tasks.rollout import fleet as fleet_module
+from tasks.rollout.agent import Unit
+from tasks.rollout.engine import Sampling
+from tasks.rollout.fleet import Fleet
+from tasks.rollout.trajectory import GroupSummary, group_from_bytes
+from tasks.rollout.worker import RolloutSpec
+from tasks.store import ObjectStore, StoreLocation
+from tasks.training.tiny_policy import build_tokenizer
+from tests import noop
+
+pytestmark = pytest.mark.timeout(120)
+WORKERS = 2
+SHORT = noop.Shape(tokens=60)
+LOG = logging.getLogger("tests.fleet")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    policy = Path(tmp_path_factory.mktemp("policy"))
+    build_tokenizer().save_pretrained(policy)
+    rollout = {"questions_per_step": 12, "group_size": 4, "max_sequences": 8}
+    return resolve(
+        "tiny",
+        {
+            "model": {"path": str(policy)},
+            "rollout": rollout,
+            "training": {"mini_batch_size": 48},
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def client(
+    object_store: ObjectStore, tmp_path_factory: pytest.TempPathFactory, config: TrainConfig
+) -> Iterator[Client]:
+    folder = Path(tmp_path_factory.mktemp("cluster"))
+    with ProcessGroup(folder / "logs") as group:
+        scheduler = start_scheduler(group, folder)
+        cluster = config.cluster.model_copy(
+            update={"rollout_workers": WORKERS, "trainer_ranks": 1, "rollout_threads": 1}
+        )
+        start_workers(group, scheduler, cluster, folder)
+        with connect(scheduler, 20) as client:
+            wait_for_workers(client, WORKERS, 1, 60)
+            yield client
+
+
+@contextmanager
+def _fleet(
+    client: Client,
+    config: TrainConfig,
+    store: StoreLocation,
+    name: str,
+    shape: noop.Shape = SHORT,
+) -> Iterator[Fleet]:
+    spec = RolloutSpec(name, name, config, store, "no-index", "/nowhere")
+    made = Fleet(client, spec, LOG, partial(noop.serve, shape=shape))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _units(step: int, count: int, version: int, question: str = "Who is she?") -> list[Unit]:
+    sampling = Sampling(1.0, 1.0)
+    return [
+        Unit(f"train-{step}-{i}", f"q{i}", question, ("gold",), version, 0, 4, sampling)
+        for i in range(count)
+    ]
+
+
+def _ids(units: list[Unit]) -> list[str]:
+    return [unit.unit_id for unit in units]
+
+
+def _pids(client: Client, workers: list[str]) -> list[int]:
+    return list(cast("dict[str, int]", client.run(os.getpid, workers=workers)).values())
+
+
+def _loops(client: Client) -> int:
+    return sum(cast("dict[str, int]", client.run(noop.loops_here)).values())
+
+
+def _eventually(check: Callable[[], bool], within_s: float) -> bool:
+    deadline, pause = time.monotonic() + within_s, threading.Event()
+    while not check():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.1)
+    return True
+
+
+def _collect_in_thread(fleet: Fleet, units: list[Unit]) -> tuple[threading.Thread, list, list]:
+    groups: list[GroupSummary] = []
+    errors: list[BaseException] = []
+
+    def collect() -> None:
+        try:
+            groups.extend(fleet.collect(_ids(units)))
+        except BaseException as error:  # noqa: BLE001 (handed to the test)
+            errors.append(error)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    return thread, groups, errors
+
+
+def test_all_units_of_several_steps_come_back_once(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    counts: list[int] = []
+    with _fleet(client, config, object_store.location, "steps") as fleet:
+        for step in range(3):
+            units = _units(step, 12, version=step)
+            fleet.offer(units)
+            groups = fleet.collect(_ids(units), counts.append)
+            assert [g.unit_id for g in groups] == _ids(units)
+            assert {g.version for g in groups} == {step}
+            for summary in groups[:2]:
+                group = group_from_bytes(object_store.get(summary.key))
+                assert (group.unit_id, len(group.trajectories)) == (summary.unit_id, 4)
+                assert [len(t.ids) for t in group.trajectories] == [
+                    t.tokens for t in summary.trajectories
+                ]
+                assert {int(v) for t in group.trajectories for v in t.versions} == {-1, step}
+        assert fleet.loads == {"engines": WORKERS, "indexes": WORKERS, "anchors": 0}
+        assert {event["version"] for event in fleet.applied} == {0, 1, 2}
+        assert counts[0] == 0
+        assert counts[-1] == 12
+        assert _loops(client) == WORKERS, "one a rollout worker, none on the trainer's"
+    assert _eventually(lambda: _loops(client) == 0, 6)
+
+
+def test_work_is_shared_between_the_workers(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    slow = noop.Shape(tokens=60, pause_s=0.05)
+    with _fleet(client, config, object_store.location, "shared", slow) as fleet:
+        assert _eventually(lambda: _loops(client) == WORKERS, 30)
+        units = _units(0, 24, version=0)
+        fleet.offer(units)
+        workers = [group.worker for group in fleet.collect(_ids(units))]
+    shares = sorted(workers.count(worker) for worker in set(workers))
+    assert len(shares) == WORKERS
+    assert shares[0] >= 4
+
+
+def test_a_killed_workers_units_are_done_elsewhere_and_its_successor_serves(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    slow = noop.Shape(tokens=60, pause_s=0.3)
+    with _fleet(client, config, object_store.location, "killed", slow) as fleet:
+        assert _eventually(lambda: _loops(client) == WORKERS, 30)
+        units = _units(0, 18, version=0)
+        fleet.offer(units)
+        thread, groups, errors = _collect_in_thread(fleet, units)
+        threading.Event().wait(0.4)  # every worker holds units and is in the middle of them
+        victim = workers_with(client, ROLLOUT)[0]
+        os.kill(_pids(client, [victim])[0], signal.SIGKILL)
+        thread.join(30)
+        assert not errors
+        assert [g.unit_id for g in groups] == _ids(units)
+        assert {g.worker for g in groups} - {victim}
+        assert _eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 20)
+        served = set(workers_with(client, ROLLOUT))
+        assert victim not in served
+        steps = itertools.count(1)
+        workers: set[str] = set()
+
+        def all_serve() -> bool:
+            """The fleet looks for new workers while it waits for groups."""
+            units = _units(next(steps), 6, version=1)
+            fleet.offer(units)
+            workers.update(group.worker for group in fleet.collect(_ids(units)))
+            return workers == served
+
+        assert _eventually(all_serve, 30)
+
+
+def test_closing_and_a_lease_that_runs_out_free_the_workers(
+    client: Client,
+    config: TrainConfig,
+    object_store: ObjectStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy = noop.Shape(tokens=60, turns=4, pause_s=0.5)
+    with _fleet(client, config, object_store.location, "closed-busy", busy) as fleet:
+        fleet.offer(_units(0, 60, version=0))
+        assert _eventually(lambda: _loops(client) == WORKERS, 30)
+    assert _eventually(lambda: _loops(client) == 0, 6), "also with work left"
+    monkeypatch.setattr(fleet_module, "RENEW_S", 3600.0)
+    before = client.run_on_scheduler(noop.set_lease, 2.0)
+    try:
+        with _fleet(client, config, object_store.location, "no-lease") as fleet:
+            assert _eventually(lambda: _loops(client) == WORKERS, 30)
+            assert _eventually(lambda: _loops(client) == 0, 8)
+            with pytest.raises(RunClosed, match="'no-lease' is closed"):
+                fleet.collect(["train-0-0"])
+    finally:
+        client.run_on_scheduler(noop.set_lease, before)
+
+
+FLOW = """
+import logging, sys, threading
+from functools import partial
+from infra.cluster import connect
+from tasks.config import resolve
+from tasks.rollout.fleet import Fleet
+from tasks.rollout.worker import RolloutSpec
+from tasks.store import StoreLocation
+from tasks.training.tiny_policy import build_tokenizer
+from tests import noop
+scheduler, endpoint, bucket, policy = sys.argv[1:]
+config = resolve("tiny", {"model": {"path": policy}})
+spec = RolloutSpec("orphan", "orphan", config, StoreLocation(endpoint, bucket), "none", "/nowhere")
+with connect(scheduler, 20) as client:
+    fleet = Fleet(client, spec, logging.getLogger(), partial(noop.serve, shape=noop.Shape(60)))
+    print("open", flush=True)
+    threading.Event().wait(60)
+"""
+
+
+def test_a_killed_flow_frees_the_workers(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    location = object_store.location
+    assert client.scheduler is not None
+    where = [client.scheduler.addr, location.endpoint, location.bucket, config.model.path]
+    flow = subprocess.Popen(
+        [sys.executable, "-c", FLOW, *where],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=child_environment({}),
+    )
+    try:
+        assert flow.stdout is not None
+        assert flow.stdout.readline() == b"open\n"
+        assert _eventually(lambda: _loops(client) == WORKERS, 30)
+    finally:
+        flow.kill()
+        flow.wait()
+    assert _eventually(lambda: _loops(client) == 0, 8)
+    with _fleet(client, config, location, "orphan"):
+        pass  # the name is free again
+
+
+def test_a_run_is_open_in_one_flow_at_a_time(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    with _fleet(client, config, object_store.location, "twice") as fleet:
+        with (
+            pytest.raises(RunClosed, match="'twice' is already open in another flow"),
+            _fleet(client, config, object_store.location, "twice"),
+        ):
+            pass
+        units = _units(0, 3, version=0)
+        fleet.offer(units)
+        assert len(fleet.collect(_ids(units))) == 3, "the first goes on"
+
+
+def test_failing_units(client: Client, config: TrainConfig, object_store: ObjectStore) -> None:
+    with _fleet(client, config, object_store.location, "failing") as fleet:
+        once = _units(0, 6, 0) + [
+            replace(u, unit_id=f"once-{i}", question=noop.FAILS_ONCE)
+            for i, u in enumerate(_units(0, 2, 0))
+        ]
+        fleet.offer(once)
+        assert len(fleet.collect(_ids(once))) == 8, "a unit that fails once is tried again"
+        always = replace(once[0], unit_id="always", question=noop.FAILS)
+        fleet.offer([always])
+        with pytest.raises(
+            UnitFailed, match=r"unit always failed on every try: tcp://.*told to fail"
+        ):
+            fleet.collect(["always"])
+        long = replace(once[0], unit_id="long", question="Ada " * 200)
+        fleet.offer([long])
+        message = r"unit long failed.*[0-9]+ tokens, more than rollout.max_prompt_tokens = 96"
+        with pytest.raises(UnitFailed, match=message):
+            fleet.collect(["long"])
+        units = _units(1, 6, 0)
+        fleet.offer(units)
+        assert len(fleet.collect(_ids(units))) == 6, "the fleet survives them"
+
+
+def test_a_worker_that_died_while_it_waited_takes_no_unit_with_it(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    """Its question to the queue may still be open when units arrive."""
+    with _fleet(client, config, object_store.location, "died-idle") as fleet:
+        assert _eventually(lambda: _loops(client) == WORKERS, 30)
+        victim = workers_with(client, ROLLOUT)[0]
+        os.kill(_pids(client, [victim])[0], signal.SIGKILL)
+        assert _eventually(lambda: victim not in workers_with(client, ROLLOUT), 5)
+        units = _units(0, 12, version=0)
+        fleet.offer(units)
+        thread, groups, errors = _collect_in_thread(fleet, units)
+        thread.join(15)
+        assert not thread.is_alive(), "units were given to a dead worker"
+        assert not errors
+        assert len(groups) == 12
