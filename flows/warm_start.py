@@ -55,7 +55,7 @@ def warm_start(
     from tasks.retrieval.bm25 import build
     from tasks.training import tiny_policy
     from tasks.training import warm_start as work
-    from tasks.training.demonstrations import chosen_questions
+    from tasks.training.demonstrations import Corpus, chosen_questions
     from tasks.training.policy import load_policy, load_tokenizer, resolve_model_dir
 
     log = get_run_logger()
@@ -82,7 +82,8 @@ def warm_start(
             log.info("step %d of %d, loss %.3f", step, steps, loss)
 
     chosen = chosen_questions(questions, settings, config.seed)
-    provenance = work.warm_start(config, model, tokenizer, chosen, index, report)
+    corpus = Corpus(chosen, index)
+    provenance = work.warm_start(config, model, tokenizer, corpus, report)
     provenance["base"] = base or config.model.path
     work.save_policy(model, tokenizer, provenance, folder)
     return Made(folder=str(folder), provenance=provenance)

@@ -46,6 +46,12 @@ class WarmStartConfig(_Section):
         0, ge=0, description="This many play well, first: what is to be learned before it is mixed."
     )
     good_share: float = Field(1.0, gt=0, le=1, description="Share of the others that plays well.")
+    worlds: int = Field(
+        0,
+        ge=0,
+        description="Miniature worlds to demonstrate in place of data.train: the same names with "
+        "other facts each, so that how to find a fact is learned and not the fact.",
+    )
     batch_size: int = Field(8, ge=1, description="Demonstrations an optimizer step.")
     learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW peak; decays linearly.")
     induction_steps: int = Field(

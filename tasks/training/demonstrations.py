@@ -9,13 +9,15 @@ starts from.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tasks.config import WarmStartConfig
-from tasks.data.questions import Passage, Question
+from tasks.config import TrainConfig, WarmStartConfig
+from tasks.data import miniature
+from tasks.data.questions import Passage, Question, from_row, pool
+from tasks.retrieval.bm25 import build
 from tasks.rollout.agent import Retriever
 from tasks.rollout.protocol import SearchProtocol
 
@@ -100,6 +102,14 @@ class _Play:
         return Demonstration(np.array(self._ids, np.int32), np.array(self._mask, bool))
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """Questions to demonstrate, and what searches for their passages."""
+
+    questions: Sequence[Question]
+    retriever: Retriever
+
+
 def chosen_questions(
     questions: Sequence[Question], settings: WarmStartConfig, seed: int
 ) -> list[Question]:
@@ -109,22 +119,36 @@ def chosen_questions(
     return [questions[i] for i in rng.sample(range(len(questions)), count)]
 
 
+def miniature_worlds(config: TrainConfig, count: int) -> Iterator[Corpus]:
+    """Worlds 1 to `count` of the miniature, each with its own index; 0 is the one runs use."""
+    for number in range(1, count + 1):
+        rows = miniature.generate("train", number)
+        questions = [from_row(row, i) for i, row in enumerate(rows)]
+        index = build(pool(questions), config.retrieval.k1, config.retrieval.b)
+        random.Random(f"{config.seed}-{number}").shuffle(questions)
+        yield Corpus(questions, index)
+
+
 def demonstrations(
-    demonstrator: Demonstrator,
-    questions: Sequence[Question],
-    settings: WarmStartConfig,
-    seed: int,
+    protocol: SearchProtocol, config: TrainConfig, settings: WarmStartConfig, given: Corpus
 ) -> list[Demonstration]:
     """The demonstrations asked for, less those that outgrow the context, in the order of use.
 
-    Questions are taken in turn, again from the first where there are too few.
+    Questions of a corpus are taken in turn, again from the first where there are too few.
+
+    Args:
+        given: the corpus to demonstrate, unless settings.worlds asks for others.
     """
-    rng = random.Random(f"{seed}-demonstrations")
-    made: list[Demonstration] = []
-    for number in range(settings.demonstrations):
-        question = questions[number % len(questions)]
-        good = number < settings.good_first or rng.random() < settings.good_share
-        demonstration = demonstrator.good(question) if good else demonstrator.bad(question, rng)
-        if demonstration is not None:
-            made.append(demonstration)
-    return made
+    rng = random.Random(f"{config.seed}-demonstrations")
+    corpora = miniature_worlds(config, settings.worlds) if settings.worlds else iter([given])
+    each = -(-settings.demonstrations // max(1, settings.worlds))
+    made: list[Demonstration | None] = []
+    for corpus in corpora:
+        play = Demonstrator(
+            protocol, corpus.retriever, config.retrieval.top_k, config.model.context
+        )
+        for number in range(min(each, settings.demonstrations - len(made))):
+            question = corpus.questions[number % len(corpus.questions)]
+            good = len(made) < settings.good_first or rng.random() < settings.good_share
+            made.append(play.good(question) if good else play.bad(question, rng))
+    return [demonstration for demonstration in made if demonstration is not None]

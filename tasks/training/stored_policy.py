@@ -17,7 +17,7 @@ from tasks.errors import ClusterError
 from tasks.inputs import Inputs, ensure_index
 from tasks.retrieval.stored import fetch_index
 from tasks.store import ObjectStore, StoreLocation
-from tasks.training.demonstrations import chosen_questions
+from tasks.training.demonstrations import Corpus, chosen_questions
 from tasks.training.policy import load_policy, load_tokenizer, resolve_model_dir
 from tasks.training.warm_start import PROVENANCE, policy_key, save_policy, settings_of, warm_start
 from tasks.warm import this_worker
@@ -86,7 +86,7 @@ def _make_here(
         folder = resolve_model_dir(config.model.path, cache / "models")
         model, tokenizer = load_policy(folder), load_tokenizer(folder, config.model.chat)
         index = fetch_index(store, index_key, cache / "indexes")
-        provenance = warm_start(config, model, tokenizer, questions, index, report)
+        provenance = warm_start(config, model, tokenizer, Corpus(questions, index), report)
     finally:
         torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory(prefix="kindling-policy-") as scratch:

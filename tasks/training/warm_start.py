@@ -16,11 +16,9 @@ from blake3 import blake3
 from transformers import PreTrainedModel
 
 from tasks.config import TrainConfig, WarmStartConfig
-from tasks.data.questions import Question
 from tasks.errors import ConfigError
-from tasks.rollout.agent import Retriever
 from tasks.rollout.protocol import SearchProtocol
-from tasks.training.demonstrations import Demonstration, Demonstrator, demonstrations
+from tasks.training.demonstrations import Corpus, Demonstration, demonstrations
 from tasks.training.sft import train_sft
 from tasks.training.tiny_policy import induction_batch
 
@@ -62,8 +60,7 @@ def warm_start(
     config: TrainConfig,
     model: PreTrainedModel,
     tokenizer: Any,
-    questions: Sequence[Question],
-    retriever: Retriever,
+    corpus: Corpus,
     on_step: Callable[[int, int, float], None],
 ) -> dict[str, Any]:
     """Fine-tunes `model` (float32) in place; returns its provenance as plain values.
@@ -77,8 +74,7 @@ def warm_start(
     """
     settings = settings_of(config)
     protocol = SearchProtocol(tokenizer, config.model, config.rollout)
-    demonstrator = Demonstrator(protocol, retriever, config.retrieval.top_k, config.model.context)
-    made = demonstrations(demonstrator, questions, settings, config.seed)
+    made = demonstrations(protocol, config, settings, corpus)
     if not made:
         raise ConfigError(
             f"none of {settings.demonstrations} demonstrations fits model.context = "
