@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -38,27 +38,42 @@ FREE_TRAINING = {"steps", "checkpoint_every"}
 STALENESS_BOUND = 0
 
 
-@dataclass(slots=True)
 class Run:
     """Everything the stages of one run share.
+
+    Not a dataclass: Prefect searches every field of those that it is handed for futures, several
+    times a task, down to the last passage of the corpus (seconds a step).
 
     Attributes:
         version: published last, and what is sampled next.
         next_step: the first step that has not been trained.
     """
 
-    name: str
-    inputs: Inputs
-    store: ObjectStore
-    fleet: Fleet
-    trainers: Trainers
-    producer: Producer
-    log: Log
-    next_step: int = 0
-    version: int = -1
-    history: History = field(default_factory=History)
-    resumed: checkpoint.Checkpoint | None = None
-    progress_id: Any = None
+    def __init__(
+        self,
+        name: str,
+        inputs: Inputs,
+        store: ObjectStore,
+        fleet: Fleet,
+        trainers: Trainers,
+        producer: Producer,
+        log: Log,
+        next_step: int = 0,
+        history: History | None = None,
+        resumed: checkpoint.Checkpoint | None = None,
+    ) -> None:
+        self.name = name
+        self.inputs = inputs
+        self.store = store
+        self.fleet = fleet
+        self.trainers = trainers
+        self.producer = producer
+        self.log = log
+        self.next_step = next_step
+        self.resumed = resumed
+        self.version = -1
+        self.history = history or History()
+        self.progress_id: Any = None
 
     @property
     def config(self) -> TrainConfig:

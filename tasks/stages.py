@@ -33,14 +33,20 @@ def at(stage: Task[Any, T], step: int) -> Task[Any, T]:
     return stage.with_options(task_run_name=f"{stage.name}-{step}")
 
 
-@dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's groups, by reference."""
+    """A step's groups, by reference.
 
-    step: int
-    groups: tuple[GroupSummary, ...]
-    stats: BatchStats
-    seconds: float
+    Not a dataclass, like `Run`: Prefect searches every field of those for futures, several times a
+    task, and a batch has thousands of summaries.
+    """
+
+    def __init__(
+        self, step: int, groups: tuple[GroupSummary, ...], stats: BatchStats, seconds: float
+    ) -> None:
+        self.step = step
+        self.groups = groups
+        self.stats = stats
+        self.seconds = seconds
 
 
 @dataclass(frozen=True, slots=True)

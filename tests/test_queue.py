@@ -52,8 +52,10 @@ class QueueMachine(RuleBasedStateMachine):
         waiting = [u["unit_id"] for u in self.queue.pending]
         self.seen.add(worker)
         taken = self.queue.pull(worker, count)
-        share = -(-len(waiting) // len(self.seen))
-        assert taken == _units(*waiting[: min(count, share)]), "from the front, a fair share"
+        outstanding = len(waiting) + len(self.held)
+        share = -(-outstanding // len(self.seen)) - list(self.held.values()).count(worker)
+        assert taken == _units(*waiting[: max(0, min(count, share))]), "in order, a fair share"
+        assert taken or not waiting or worker in self.held.values() or count == 0, "none starves"
         for unit in taken:
             assert unit["unit_id"] not in self.held
             self.held[unit["unit_id"]] = worker
@@ -136,7 +138,8 @@ def test_the_first_to_ask_leaves_the_others_their_share() -> None:
     for worker in WORKERS:
         queue.pull(worker, 100)  # all have asked while there was nothing
     queue.offer(_units(*NAMES))
-    assert [len(queue.pull(worker, 100)) for worker in WORKERS] == [4, 3, 2]
+    assert [len(queue.pull(worker, 100)) for worker in WORKERS] == [4, 4, 4]
+    queue.offer(_units("another"))
     assert len(queue.pull("w0", 100)) == 1
 
 

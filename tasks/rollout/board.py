@@ -123,11 +123,11 @@ class QueueBoard(SchedulerPlugin):
         assert self._scheduler is not None
         return queue.pull(worker, count) if worker in self._scheduler.workers else []
 
-    async def kindling_complete(self, run: str, worker: str, result: Wire) -> bool:
+    async def kindling_complete(self, run: str, worker: str, results: Sequence[Wire]) -> None:
         state = self._get(run)
-        accepted = state.queue.complete(worker, result)
+        for result in results:
+            state.queue.complete(worker, result)
         state.wake_flow()
-        return accepted
 
     async def kindling_fail(self, run: str, worker: str, unit_id: str, message: str) -> None:
         state = self._get(run)
@@ -218,8 +218,8 @@ class WorkerQueue:
     def pull(self, count: int, wait: bool) -> list[Wire]:
         return self._call("kindling_pull", worker=self._worker.address, count=count, wait=wait)
 
-    def complete(self, result: Wire) -> bool:
-        return self._call("kindling_complete", worker=self._worker.address, result=result)
+    def complete(self, results: Sequence[Wire]) -> None:
+        self._call("kindling_complete", worker=self._worker.address, results=list(results))
 
     def fail(self, unit_id: str, message: str) -> None:
         self._call("kindling_fail", worker=self._worker.address, unit_id=unit_id, message=message)

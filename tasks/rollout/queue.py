@@ -39,13 +39,18 @@ class UnitQueue:
                 self.pending.append(unit)
 
     def pull(self, worker: str, count: int) -> list[Wire]:
-        """Leases at most `count` units, and no more than this worker's fair share of what is left.
+        """Leases at most `count` units, and no more than bring this worker to its fair share of
+        all that is outstanding.
 
         Without the share the first workers to ask would take a whole step and the others idle.
         """
         self.workers.add(worker)
-        share = -(-len(self.pending) // len(self.workers))
-        taken = [self.pending.popleft() for _ in range(min(count, share))]
+        outstanding = len(self.pending) + len(self.leased)
+        held = sum(holder == worker for holder, _ in self.leased.values())
+        share = -(-outstanding // len(self.workers)) - held
+        taken = [
+            self.pending.popleft() for _ in range(max(0, min(count, share, len(self.pending))))
+        ]
         for unit in taken:
             self.leased[unit["unit_id"]] = (worker, unit)
         return taken

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from distributed import Worker
@@ -29,7 +30,7 @@ from tasks.training.policy import load_tokenizer, resolve_model_dir
 from tasks.warm import this_worker, warm
 from tasks.weights.transfer import Applied, EngineWeights
 
-ASK_AGAIN_S = 0.05
+ASK_AGAIN_S = 0.2
 """A busy worker that found the queue empty asks again after this long, not at every engine step."""
 STILL_OPEN_S = 1.0
 """A full one asks this rarely."""
@@ -172,10 +173,12 @@ class Resident:
         self._spec = spec
         self._waiting: list[Unit] = []
         self._began: dict[str, tuple[Unit, float]] = {}
-        self._handing_in: list[Future[None]] = []
+        self._handing_in: list[Future[Any]] = []
+        self._stored: SimpleQueue[GroupSummary] = SimpleQueue()
         self._ask_again = 0.0
-        # Storing and reporting a group overlaps with the engine's next steps.
+        # Storing and reporting groups overlaps with the engine's next steps.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="hand-in")
+        self._reporter = ThreadPoolExecutor(1, thread_name_prefix="report")
 
     def run(self) -> None:
         """Until RunClosed."""
@@ -188,7 +191,8 @@ class Resident:
             self._check_handed_in()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._reporter):
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def _pull(self) -> None:
         """Asks for units when a whole group fits; waits only when there is nothing to do.
@@ -237,8 +241,8 @@ class Resident:
             }
         )
 
-    def _hand_in(self, group: Group) -> None:
-        """Stores a group, then reports it: what the queue knows of can be read."""
+    def _hand_in(self, group: Group) -> Future[None]:
+        """Stores a group, then has it reported: what the queue knows of can be read."""
         unit, began = self._began.pop(group.unit_id)
         key = f"runs/{self._spec.run}/groups/{group.unit_id}.safetensors"
         self._store.put(key, group_to_bytes(group))
@@ -251,14 +255,21 @@ class Resident:
             seconds=time.perf_counter() - began,
             trajectories=tuple(summarise(t) for t in group.trajectories),
         )
-        self._queue.complete(asdict(summary))
+        self._stored.put(summary)
+        return self._reporter.submit(self._report)
+
+    def _report(self) -> None:
+        """Reports all groups stored by now in one call: what gathers while the last one runs."""
+        stored = [self._stored.get() for _ in range(self._stored.qsize())]
+        if stored:
+            self._queue.complete([asdict(summary) for summary in stored])
 
     def _check_handed_in(self) -> None:
-        """Raises what went wrong while handing in."""
-        still: list[Future[None]] = []
+        """Raises what went wrong while storing or reporting."""
+        still: list[Future[Any]] = []
         for future in self._handing_in:
-            if future.done():
-                future.result()
-            else:
+            if not future.done():
                 still.append(future)
+            elif (report := future.result()) is not None:
+                still.append(report)
         self._handing_in = still
