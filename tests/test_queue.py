@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tasks.metrics import batch_stats
 from tasks.rollout.agent import Unit
-from tasks.rollout.batches import Producer, summary_from_wire, unit_from_wire
+from tasks.rollout.batches import Producer, summary_from_wire, summary_to_wire, unit_from_wire
 from tasks.rollout.engine import Sampling
 from tasks.rollout.queue import MAX_ATTEMPTS, UnitQueue
 from tasks.rollout.trajectory import GroupSummary, TrajectorySummary
@@ -241,6 +241,6 @@ def test_batch_stats_are_means_over_trajectories() -> None:
 
 def test_summaries_and_units_survive_the_wire() -> None:
     summary = _summary("a", 1.0, 0.0)
-    assert summary_from_wire(json.loads(json.dumps(asdict(summary)))) == summary
+    assert summary_from_wire(json.loads(json.dumps(summary_to_wire(summary)))) == summary
     unit = Unit("u", "q", "who?", ("A", "B"), 3, 4, 5, Sampling(0.5, 0.9))
     assert unit_from_wire(json.loads(json.dumps(asdict(unit)))) == unit

@@ -12,7 +12,7 @@ from tasks.data.order import batch
 from tasks.data.questions import Question
 from tasks.rollout.agent import Unit
 from tasks.rollout.engine import Sampling
-from tasks.rollout.trajectory import GroupSummary, TrajectorySummary
+from tasks.rollout.trajectory import GroupSummary, TrajectorySummary, plain
 
 
 def train_units(
@@ -49,6 +49,10 @@ def unit_from_wire(data: dict[str, Any]) -> Unit:
     return Unit(
         **{**data, "answers": tuple(data["answers"]), "sampling": Sampling(**data["sampling"])}
     )
+
+
+def summary_to_wire(summary: GroupSummary) -> dict[str, Any]:
+    return {**plain(summary), "trajectories": [plain(t) for t in summary.trajectories]}
 
 
 def summary_from_wire(data: dict[str, Any]) -> GroupSummary:

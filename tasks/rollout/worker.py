@@ -20,7 +20,7 @@ from tasks.config import TrainConfig
 from tasks.errors import KindlingError, RunClosed
 from tasks.retrieval.stored import fetch_index
 from tasks.rollout.agent import AgentLoop, Retriever, Unit
-from tasks.rollout.batches import unit_from_wire
+from tasks.rollout.batches import summary_to_wire, unit_from_wire
 from tasks.rollout.board import WorkerQueue
 from tasks.rollout.engine import Engine, VllmEngine
 from tasks.rollout.protocol import SearchProtocol
@@ -262,7 +262,7 @@ class Resident:
         """Reports all groups stored by now in one call: what gathers while the last one runs."""
         stored = [self._stored.get() for _ in range(self._stored.qsize())]
         if stored:
-            self._queue.complete([asdict(summary) for summary in stored])
+            self._queue.complete([summary_to_wire(summary) for summary in stored])
 
     def _check_handed_in(self) -> None:
         """Raises what went wrong while storing or reporting."""
