@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict
 from typing import Any
@@ -242,5 +243,6 @@ def test_batch_stats_are_means_over_trajectories() -> None:
 def test_summaries_and_units_survive_the_wire() -> None:
     summary = _summary("a", 1.0, 0.0)
     assert summary_from_wire(json.loads(json.dumps(summary_to_wire(summary)))) == summary
+    assert copy.copy(summary) == summary  # copies as it pickles
     unit = Unit("u", "q", "who?", ("A", "B"), 3, 4, 5, Sampling(0.5, 0.9))
     assert unit_from_wire(json.loads(json.dumps(asdict(unit)))) == unit

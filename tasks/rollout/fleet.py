@@ -87,7 +87,8 @@ class Fleet:
             for unit_id in unit_ids:
                 if unit_id in failed:
                     raise UnitFailed(f"unit {unit_id} failed on every try: {failed[unit_id]}")
-            if events or time.monotonic() > self._look_again:
+            lost = any(event["kind"] == "worker_lost" for event in events)
+            if lost or time.monotonic() > self._look_again:
                 self._serve_everywhere()
 
     def close(self) -> None:
