@@ -63,7 +63,7 @@ def train(
     config = resolve(preset, overrides)
     inputs = load_inputs(config, home_folder() / "cache")
     with attached(config, get_run_logger()) as cluster:
-        policy = stages.warm_start(cluster, inputs)
+        policy = stages.base_policy(cluster, inputs)
         with open_run(preset, inputs, cluster, policy, resume) as run, live_table(run.history):
             released = stages.prepare(run)
             stages.evaluate(run, released)

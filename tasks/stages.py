@@ -7,7 +7,9 @@ what they do inside is plain Dask work on warm workers.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from prefect import Task, task
@@ -67,8 +69,7 @@ class Released:
     seconds: float
 
 
-@task(name="warm-start", cache_policy=NO_CACHE, persist_result=False)
-def warm_start(cluster: Attached, inputs: Inputs) -> str | None:
+def base_policy(cluster: Attached, inputs: Inputs) -> str | None:
     """The warm-started policy the configuration asks for, made where the store lacks it.
 
     Returns its prefix in the store; None where model.path is to be taken as it is.
@@ -77,9 +78,16 @@ def warm_start(cluster: Attached, inputs: Inputs) -> str | None:
         return None
     prefix = stored_policy.policy_prefix(inputs)
     if not stored_policy.is_made(ObjectStore(cluster.store), prefix):
-        stored_policy.make_policy(cluster, inputs, prefix)
+        # Bound beforehand: Prefect searches a task's arguments for futures, down to every passage.
+        warm_start(partial(stored_policy.make_policy, cluster, inputs, prefix))
     cluster.log.info("policy: %s", prefix)
     return prefix
+
+
+@task(name="warm-start", cache_policy=NO_CACHE, persist_result=False)
+def warm_start(make: Callable[[], None]) -> None:
+    """Fine-tunes the run's first policy on demonstrations."""
+    make()
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)

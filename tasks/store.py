@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import s3fs
@@ -35,6 +34,9 @@ from tasks.store_errors import (
     s3_code,
     with_retries,
 )
+from tasks.store_location import StoreLocation, object_key
+
+__all__ = ["ObjectMissing", "ObjectStore", "StoreLocation", "object_key"]
 
 Data: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
@@ -43,35 +45,6 @@ SINGLE_PUT = 256 * 2**20  # larger objects go up in parts, so that a failure rep
 PART = 64 * 2**20  # also the range of one parallel read
 _CONNECT_S = 5.0
 _READ_S = 30.0  # a store that shares two cores with training can be late without being gone
-
-
-@dataclass(frozen=True)
-class StoreLocation:
-    """Where the objects are. Picklable and free of credentials.
-
-    Raises:
-        StoreError: the endpoint is not an http(s) URL, or carries credentials.
-    """
-
-    endpoint: str
-    bucket: str
-
-    def __post_init__(self) -> None:
-        if not self.endpoint.startswith(("http://", "https://")):
-            raise StoreError(
-                f"store endpoint {self.endpoint!r} is not a URL; expected http://HOST:PORT or "
-                "https://HOST; correct cluster.store_endpoint"
-            )
-        if "@" in self.endpoint:
-            raise StoreError(
-                "the store endpoint carries credentials; remove them from the URL and set "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            )
-
-
-def object_key(digest: str) -> str:
-    """The key of the content-addressed object with this BLAKE3 digest (hexadecimal)."""
-    return f"objects/{digest[:2]}/{digest}"
 
 
 class ObjectStore:

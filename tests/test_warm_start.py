@@ -60,8 +60,8 @@ def test_a_good_demonstration_searches_the_gold_titles_and_answers(
         assert made is not None
         first, second = question.gold_titles
         wanted = (
-            f"<search> {first} </search><search> {second} </search>"
-            f"<answer> {question.answers[0]} </answer>"
+            f"<search> {first}</search><search> {second}</search>"
+            f"<answer> {question.answers[0]}</answer>"
         )
         assert spoken(tokenizer, made) == wanted
         whole = tokenizer.decode(made.ids)
@@ -78,7 +78,7 @@ def test_bad_demonstrations_are_fluent_and_mostly_wrong(tokenizer: Any, corpus: 
         assert made is not None
         said = spoken(tokenizer, made)
         assert said.count("<answer>") == said.count("</answer>") == 1
-        right += f"<answer> {question.answers[0]} </answer>" in said
+        right += f"<answer> {question.answers[0]}</answer>" in said
     assert right < 30
 
 
@@ -100,7 +100,7 @@ def test_one_that_outgrows_the_context_is_left_out(tokenizer: Any, corpus: Corpu
 def test_good_first_then_the_mixture(tokenizer: Any, corpus: Corpus) -> None:
     made = config(demonstrations=60, good_first=20, good_share=0.01)
     shown = demonstrations(protocol(tokenizer), made, settings_of(made), corpus)
-    wanted = [f"<answer> {q.answers[0]} </answer>" for q in corpus.questions]
+    wanted = [f"<answer> {q.answers[0]}</answer>" for q in corpus.questions]
     good = [wanted[i] in spoken(tokenizer, d) for i, d in enumerate(shown)]
     assert all(good[:20])
     assert sum(good[20:]) < 15

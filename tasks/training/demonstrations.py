@@ -47,9 +47,9 @@ class Demonstrator:
         """Searches every gold title, then answers; None where that outgrows the context."""
         play = _Play(self._protocol, question)
         for title in dict.fromkeys(question.gold_titles):
-            play.act(f"<search> {title} </search>")
+            play.act(f"<search> {title}</search>")
             play.observe(self._protocol.observation(self._search(title)))
-        play.act(f"<answer> {question.answers[0]} </answer>")
+        play.act(f"<answer> {question.answers[0]}</answer>")
         return play.done(self._context)
 
     def bad(self, question: Question, rng: random.Random) -> Demonstration | None:
@@ -62,14 +62,14 @@ class Demonstrator:
             play.observe(self._protocol.corrective)
         if fault in ("early", "astray"):
             seen = self._search(question.gold_titles[0])
-            play.act(f"<search> {question.gold_titles[0]} </search>")
+            play.act(f"<search> {question.gold_titles[0]}</search>")
             play.observe(self._protocol.observation(seen))
         if fault in ("astray", "vague"):
             query = rng.choice(seen).title if fault == "astray" else _one_word(question, rng)
-            play.act(f"<search> {query} </search>")
+            play.act(f"<search> {query}</search>")
             seen = self._search(query) or seen
             play.observe(self._protocol.observation(seen))
-        play.act(f"<answer> {rng.choice(seen).title} </answer>")
+        play.act(f"<answer> {rng.choice(seen).title}</answer>")
         return play.done(self._context)
 
     def _search(self, query: str) -> list[Passage]:

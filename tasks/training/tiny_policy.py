@@ -7,11 +7,21 @@ single tokens here; nothing relies on that (Qwen's tokenizer splits them).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from tasks.data.miniature import generate
 from tasks.rollout.protocol import CORRECTIVE
@@ -29,38 +39,53 @@ def _texts() -> Iterator[str]:
     for split in ("train", "held_out"):
         for row in generate(split):
             yield row["question"]
-            yield f"<search> {row['answer']} </search>"
+            yield f"<search> {row['answer']}</search>"
             titles, sentences = row["context"]["title"], row["context"]["sentences"]
             for title, parts in zip(titles, sentences, strict=True):
                 yield f"Doc 1(Title: {title}) {''.join(parts)}\n"
     yield CORRECTIVE
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Trains the tokenizer on the miniature (words of both splits: they share them)."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tags = [AddedToken(f"<{end}{tag}>", normalized=False) for tag in TAGS for end in ("", "/")]
+def build_tokenizer() -> Qwen2Tokenizer:
+    """Trains the tokenizer on the miniature (words of both splits: they share them).
+
+    It cuts text as Qwen2's does, digits one by one: transformers gives every model of type qwen2
+    that tokenizer class, whatever the folder's own file says, and would cut it otherwise.
+    """
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.NFC()
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(tags),
+        vocab_size=VOCABULARY,
         special_tokens=["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(), trainer)
-    tokenizer.add_tokens(tags)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    trained.train_from_iterator(_texts(), trainer)
+    learned = json.loads(trained.to_str())["model"]
+    merges: Any = [tuple(merge) for merge in learned["merges"]]
+    tokenizer = Qwen2Tokenizer(
+        vocab=learned["vocab"],
+        merges=merges,
+        unk_token="<|end|>",
         eos_token="<|end|>",
         pad_token="<|pad|>",
+        extra_special_tokens=["<|user|>", "<|assistant|>"],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=CONTEXT,
     )
+    tags = [AddedToken(f"<{end}{tag}>", normalized=False) for tag in TAGS for end in ("", "/")]
+    tokenizer.add_tokens(tags)
+    return tokenizer
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
     """A randomly initialised Qwen2 of about 0.9M parameters, float32."""
     torch.manual_seed(seed)
     config = Qwen2Config(
