@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from tasks.errors import IntegrityError, NotFiniteError, StoreConflict, StoreError
 from tasks.store import ObjectStore, object_key
+from tasks.weights.codec import DEFAULT_CODEC
 from tasks.weights.commit import commit, load_manifest, read_ref
 from tasks.weights.digest import tensor_digest
 from tasks.weights.manifest import Head, Manifest, head_key, manifest_key
@@ -347,7 +348,7 @@ def one_shard_less(data: dict[str, bytes], manifest: Manifest) -> None:
 
 def unknown_codec(data: dict[str, bytes], manifest: Manifest) -> None:
     key = manifest_key(manifest.run, manifest.ref())
-    data[key] = data[key].replace(b"raw-pairs", b"zip-pairs")
+    data[key] = data[key].replace(DEFAULT_CODEC.encode(), b"zip-pairs")
 
 
 def cut_manifest(data: dict[str, bytes], manifest: Manifest) -> None:

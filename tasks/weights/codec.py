@@ -15,6 +15,17 @@ Written format of `raw-pairs`, version 1 (all integers little-endian):
 
 A value counts as changed when its bits differ. Nothing follows the last value. A range has at most
 2**31 - 1 values.
+
+Written format of `xor-zstd`, version 1: the same eight bytes, but for the third, which is the mode,
+and then one Zstandard frame (RFC 8878) whose content is
+
+    mode 0, sparse   n gaps, uint32 (the first position, then the distance to the one before), and
+                     then n values old XOR new
+    mode 1, dense    old XOR new of every value of the range
+
+both with their bytes in planes: the lowest byte of every integer, then the next of every one, and
+so on. Neighbouring weights change alike in their low bytes and not at all in the high ones: that is
+what Zstandard finds. Dense where more than one value in eight changed.
 """
 
 from __future__ import annotations
@@ -23,6 +34,7 @@ import struct
 from typing import Protocol
 
 import numpy as np
+import zstandard
 
 from tasks.errors import IntegrityError, PolicyError
 from tasks.weights.bits import Bits
@@ -74,7 +86,13 @@ class RawPairs:
 
     name = "raw-pairs"
 
-    def encode(self, old: Bits, indices: Bits, values: Bits) -> bytes:
+    @staticmethod
+    def check(old: Bits, indices: Bits, values: Bits) -> None:
+        """
+        Raises:
+            PolicyError: the range is too long.
+            ValueError: positions and values do not fit each other or the range.
+        """
         if old.size > MAX_RANGE:
             raise PolicyError(f"a range of {old.size} values is too long; split it at {MAX_RANGE}")
         if indices.shape != values.shape or values.dtype != old.dtype:
@@ -82,6 +100,9 @@ class RawPairs:
                 f"{indices.shape} positions and {values.shape} {values.dtype} values do not "
                 f"describe changes of {old.dtype} values"
             )
+
+    def encode(self, old: Bits, indices: Bits, values: Bits) -> bytes:
+        self.check(old, indices, values)
         header = _HEADER.pack(1, old.itemsize, 0, indices.size)
         return header + indices.astype("<i4").tobytes() + values.tobytes()
 
@@ -108,8 +129,79 @@ class RawPairs:
         return indices, values
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawPairs(),)}
-DEFAULT_CODEC = RawPairs.name
+class XorZstd:
+    """Gaps and differences, or differences alone, compressed; the format is in the module's
+    docstring.
+
+    On a 2-core AMD EPYC, tiny preset: 45 % changed a step took 2.6 MB in raw pairs.
+    """
+
+    name = "xor-zstd"
+
+    def encode(self, old: Bits, indices: Bits, values: Bits) -> bytes:
+        RawPairs.check(old, indices, values)
+        different = old[indices] ^ values
+        dense = indices.size > old.size // 8
+        if dense:
+            everywhere = np.zeros_like(old)
+            everywhere[indices] = different
+            body = _planes(everywhere)
+        else:
+            gaps = np.diff(indices, prepend=0).astype("<u4")
+            body = _planes(gaps) + _planes(different)
+        header = _HEADER.pack(1, old.itemsize, int(dense), indices.size)
+        return header + zstandard.ZstdCompressor(level=1).compress(body)
+
+    def decode(self, payload: bytes | memoryview, old: Bits) -> tuple[Bits, Bits]:
+        if len(payload) < _HEADER.size:
+            raise IntegrityError(f"an xor-zstd payload of {len(payload)} bytes has no header")
+        version, itemsize, mode, count = _HEADER.unpack_from(payload)
+        if version != 1 or mode not in (0, 1) or itemsize != old.itemsize or count > old.size:
+            raise IntegrityError(
+                f"xor-zstd version {version}, mode {mode}, {count} values of {itemsize} bytes do "
+                f"not fit a range of {old.size} values of {old.itemsize} bytes"
+            )
+        size = old.nbytes if mode else count * (4 + itemsize)
+        body = _decompress(bytes(payload[_HEADER.size :]), size)
+        if mode:
+            different = _unplanes(body, old.dtype)
+            indices = np.flatnonzero(different).astype(np.int32)
+            different = different[indices]
+        else:
+            gaps = _unplanes(body[: 4 * count], np.dtype("<u4"))
+            indices = np.cumsum(gaps, dtype=np.int64)
+            different = _unplanes(body[4 * count :], old.dtype)
+            if count and (indices[-1] >= old.size or not bool((gaps[1:] > 0).all())):
+                raise IntegrityError(f"xor-zstd positions leave 0..{old.size - 1}")
+        if indices.size != count or not bool(different.all()):
+            raise IntegrityError(f"xor-zstd says {count} values changed, it holds another number")
+        return indices.astype(np.int32), old[indices] ^ different
+
+
+def _planes(values: Bits) -> bytes:
+    return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
+
+
+def _unplanes(data: bytes, dtype: np.dtype) -> Bits:
+    planes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1)
+    return np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
+
+
+def _decompress(frame: bytes, size: int) -> bytes:
+    """The content of one frame that says it has `size` bytes, has them, and ends with them."""
+    try:
+        said = zstandard.get_frame_parameters(frame).content_size
+        whole = zstandard.ZstdDecompressor().decompressobj()
+        body = whole.decompress(frame) if said == size else b""
+    except zstandard.ZstdError as error:
+        raise IntegrityError(f"an xor-zstd payload does not decompress: {error}") from None
+    if said != size or not whole.eof or whole.unused_data or len(body) != size:
+        raise IntegrityError(f"an xor-zstd payload does not hold the {size} bytes it should")
+    return body
+
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawPairs(), XorZstd())}
+DEFAULT_CODEC = XorZstd.name
 
 
 def codec_named(name: str) -> Codec:
