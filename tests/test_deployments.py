@@ -1,0 +1,78 @@
+"""The deployments name flows and presets that exist, and the nightly one cannot pile up."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect import Flow
+
+from tasks.config import preset_names, resolve
+
+pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
+
+FOLDER = Path(__file__).resolve().parent.parent / "deployments"
+
+
+@pytest.fixture(scope="module")
+def deployments() -> dict[str, dict[str, Any]]:
+    content = yaml.safe_load((FOLDER / "prefect.yaml").read_text())
+    return {
+        f"{entry['entrypoint'].split(':')[1]}/{entry['name']}": entry
+        for entry in content["deployments"]
+    }
+
+
+def test_what_is_deployed(deployments: dict[str, dict[str, Any]]) -> None:
+    assert set(deployments) == {"train/tiny", "train/nightly", "evaluate/evaluate"}
+
+
+def test_entrypoints_and_parameters_are_real(deployments: dict[str, dict[str, Any]]) -> None:
+    for entry in deployments.values():
+        path, name = entry["entrypoint"].split(":")
+        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+        found = getattr(module, name)
+        assert isinstance(found, Flow)
+        assert set(entry["parameters"]) <= set(found.parameters.properties)
+        resolve(entry["parameters"]["preset"])
+
+
+def test_the_nightly_run_is_skipped_while_one_runs(
+    deployments: dict[str, dict[str, Any]],
+) -> None:
+    nightly = deployments["train/nightly"]
+    (schedule,) = nightly["schedules"]
+    assert schedule["timezone"]
+    assert nightly["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+
+
+def test_the_form_has_bounds_and_help() -> None:
+    flow: Flow = importlib.import_module("flows.train").train
+    schema = flow.parameters.model_dump()
+    group = schema["definitions"]["RolloutOverrides"]["properties"]["group_size"]
+    assert group["description"]
+    assert any(choice.get("minimum") == 2 for choice in group["anyOf"])
+
+
+def test_every_preset_resolves() -> None:
+    assert preset_names() == ["qwen2.5-3b", "smollm2", "tiny"]
+    for name in preset_names():
+        resolve(name)
+    recipe = resolve("qwen2.5-3b")
+    assert (recipe.cluster.rollout_workers, recipe.cluster.trainer_ranks) == (14, 2)
+    assert recipe.rollout.questions_per_step * recipe.rollout.group_size == 2560
+
+
+def test_flow_modules_import_without_torch_or_vllm() -> None:
+    """Prefect imports them for hooks and forms, on machines that have neither."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, flows.train, flows.evaluate, flows.warm_start; "
+        "heavy = {'torch', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=FOLDER.parent, check=True, timeout=60)
