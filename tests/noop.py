@@ -36,6 +36,7 @@ from tasks.rollout.trajectory import (
 from tasks.rollout.worker import Resident, RolloutSpec
 from tasks.store import ObjectStore
 from tasks.training.batching import plan_update
+from tasks.training.gang import Gang, WorkerJoined, advance
 from tasks.training.member import TrainerSpec
 from tasks.training.policy import load_tokenizer
 from tasks.training.trainers import Trainers
@@ -267,8 +268,10 @@ class NoopTrainers(Trainers):
         self._client = client
         self._spec = spec
         self._shape = shape
-        self._addresses = workers_with(client, TRAINER)[: spec.config.cluster.trainer_ranks]
-        self._epoch = 0
+        self._gang = Gang(spec.config.cluster.trainer_ranks)
+        for address in workers_with(client, TRAINER):
+            self._gang = advance(self._gang, WorkerJoined(address))
+        self._epoch = self._gang.epoch
         self._version = -1
         self.base_loads = 0
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from distributed import Client, Future, as_completed
+from distributed import Client, as_completed
 
 from tasks.cluster import TRAINER, submit_to, workers_with
 from tasks.errors import GangError
 from tasks.rollout.trajectory import GroupSummary
 from tasks.store import ObjectStore
 from tasks.training import checkpoint, member
+from tasks.training.gang import Gang, RankFailed, RankReady, WorkerJoined, advance
 from tasks.training.group import GangCoordinator
 from tasks.weights.commit import Published
 
@@ -29,33 +30,26 @@ class Trainers:
     def __init__(self, client: Client, spec: member.TrainerSpec, host: str) -> None:
         self._client = client
         self._spec = spec
-        world = spec.config.cluster.trainer_ranks
-        found = workers_with(client, TRAINER)
-        if len(found) < world:
+        self._gang = Gang(spec.config.cluster.trainer_ranks)
+        for address in workers_with(client, TRAINER):
+            self._gang = advance(self._gang, WorkerJoined(address))
+        if self._gang.missing:
             raise GangError(
-                f"the run needs {world} trainer workers and the cluster has {len(found)} "
-                f"({', '.join(found) or 'none'}); start more with --resources TRAINER=1, or lower "
-                "cluster.trainer_ranks"
+                f"the run needs {self._gang.size} trainer workers and the cluster has "
+                f"{len(self._gang.workers)} ({', '.join(self._gang.workers) or 'none'}); start "
+                "more with --resources TRAINER=1, or lower cluster.trainer_ranks"
             )
-        self._addresses = found[:world]
         self._coordinator = GangCoordinator(host)
         self._epoch = self._coordinator.new_epoch()
-        loads = self._call(
-            "form",
-            member.form,
-            lambda rank: (
-                spec,
-                member.Meeting(
-                    self._coordinator.address,
-                    self._coordinator.port,
-                    self._epoch,
-                    rank,
-                    world,
-                    FORM_TIMEOUT_S,
-                ),
-            ),
+        self.base_loads: int = sum(self._call("form", member.form, self._meeting))
+        for rank in range(self._gang.size):
+            self._gang = advance(self._gang, RankReady(self._gang.epoch, rank))
+
+    def _meeting(self, rank: int) -> tuple[member.TrainerSpec, member.Meeting]:
+        where = self._coordinator.address, self._coordinator.port
+        return self._spec, member.Meeting(
+            *where, self._epoch, rank, self._gang.size, FORM_TIMEOUT_S
         )
-        self.base_loads: int = sum(loads)
 
     def update(self, step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
         """One GRPO update on a batch; returns the gang's metrics."""
@@ -86,16 +80,16 @@ class Trainers:
         The other ranks of a failed collective give up by themselves (their peer's connection is
         gone, or they were told); their errors would only hide the first.
         """
+        if self._gang.state == "broken":
+            raise GangError(f"the gang is broken: {self._gang.reason}; resume the run")
         key = f"{self._spec.run}-{self._epoch}-{stage}"
-        futures = [
-            submit_to(self._client, address, f"{key}-{rank}", function, *arguments(rank))
-            for rank, address in enumerate(self._addresses)
-        ]
-        return _gather(self._client, futures)
-
-
-def _gather(client: Client, futures: list[Future]) -> list[Any]:
-    for future in as_completed(futures, loop=client.loop):
-        if future.status != "finished":
-            future.result()
-    return [future.result() for future in futures]
+        futures = {
+            submit_to(self._client, address, f"{key}-{rank}", function, *arguments(rank)): rank
+            for rank, address in enumerate(self._gang.members)
+        }
+        for future in as_completed(futures, loop=self._client.loop):
+            if future.status != "finished":
+                failed = RankFailed(self._gang.epoch, futures[future], f"in {stage}")
+                self._gang = advance(self._gang, failed)
+                future.result()
+        return [future.result() for future in futures]
