@@ -147,6 +147,7 @@ def evaluate(run: Run, released: Released) -> Evaluation:
         run.fleet, run.inputs, released.published.version, run.next_step
     )
     run.history.evaluations.append(made)
+    run.save_history()
     run.log.info(made.line())
     artifacts.evaluation(run.name, run.inputs, run.store, run.history, sampled)
     return made

@@ -89,8 +89,10 @@ def _bounds() -> list[tuple[str, Any]]:
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
-    section, _, field = name.rpartition(".")
-    return {section: {field: value}} if section else {field: value}
+    tree: Any = value
+    for part in reversed(name.split(".")):
+        tree = {part: tree}
+    return tree
 
 
 @pytest.mark.parametrize(("name", "value"), _bounds())

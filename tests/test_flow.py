@@ -39,7 +39,7 @@ from tasks.weights.transfer import EngineWeights
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 8
-FIRST = {
+FIRST: dict[str, Any] = {
     "training": {"steps": STEPS, "checkpoint_every": STEPS},
     "data": {"held_out_questions": 60},
     "evaluation": {"every": STEPS},
@@ -49,7 +49,7 @@ SECOND = {
     "seed": 1,
     "training": {"steps": 3, "mini_batch_size": 12, "checkpoint_every": 2},
     "rollout": {"questions_per_step": 6, "group_size": 4},
-    "data": {"held_out_questions": 10},
+    "data": FIRST["data"],  # another corpus would be another index
     "evaluation": {"every": 3},
 }
 

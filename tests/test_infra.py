@@ -441,7 +441,9 @@ def prefect_api_unset(home: Path) -> Iterator[str]:
 
 
 def _token_of_a_child() -> str:
-    for child in psutil.Process().children():
+    # The newest first: the store that the whole test run shares is a child as well.
+    children = psutil.Process().children()
+    for child in sorted(children, key=psutil.Process.create_time, reverse=True):
         token = child.environ().get(TOKEN_VARIABLE)
         if token:
             return token

@@ -53,11 +53,10 @@ class RolloutSpec:
 
 @dataclass(slots=True)
 class Loads:
-    """What a worker process has loaded since it started."""
+    """What a worker process has loaded since it started; anchors are told of when applied."""
 
     engines: int = 0
     indexes: int = 0
-    anchors: int = 0
 
 
 class Weights(Protocol):
@@ -137,7 +136,8 @@ def serve_run(spec: RolloutSpec) -> None:
     state = warm("rollout", Warm)
     before = asdict(state.loads)
     agent, weights = state.serve(spec)
-    queue.report({"kind": "ready", "loads": _difference(before, state, weights)})
+    loads = {name: value - before[name] for name, value in asdict(state.loads).items()}
+    queue.report({"kind": "ready", "loads": loads})
     resident = Resident(worker, queue, agent, weights, ObjectStore(spec.store), spec)
     try:
         resident.run()
@@ -146,11 +146,6 @@ def serve_run(spec: RolloutSpec) -> None:
     finally:
         agent.abort()
         resident.close()
-
-
-def _difference(before: dict[str, int], state: Warm, weights: Weights) -> dict[str, int]:
-    state.loads.anchors = weights.anchor_loads
-    return {name: value - before[name] for name, value in asdict(state.loads).items()}
 
 
 class Resident:
