@@ -7,6 +7,7 @@ mapped and the base anchor on disk. `Loads` counts what really was loaded, so th
 from __future__ import annotations
 
 import json
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -133,6 +134,20 @@ def serve_run(spec: RolloutSpec) -> None:
     """
     worker = this_worker()
     queue = WorkerQueue(worker, spec.run)
+    engine_free = warm("rollout-lock", threading.Lock)
+    try:
+        # One engine, one run: a second run on this worker waits here, as long as it is open.
+        while not engine_free.acquire(timeout=STILL_OPEN_S):
+            queue.pull(0, wait=False)
+    except RunClosed:
+        return
+    try:
+        _serve_here(spec, worker, queue)
+    finally:
+        engine_free.release()
+
+
+def _serve_here(spec: RolloutSpec, worker: Worker, queue: WorkerQueue) -> None:
     state = warm("rollout", Warm)
     before = asdict(state.loads)
     agent, weights = state.serve(spec)
