@@ -34,8 +34,8 @@ _DASK: dict[str, str | None] = {
     "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "5 minutes",
     # Work whose worker died fails at once: re-running it behind Prefect's back would be wrong.
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
-    # Its profiler looks at the frames of all threads from the event loop; beside an engine it was
-    # seen to stop there for ever, and the worker with it.
+    # Its profiler calls sys._current_frames() on the event loop ten times a second. Beside an
+    # engine it was twice seen to wait in that call for ever, and the worker with it.
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",  # workers may have child processes
 }
