@@ -7,7 +7,6 @@ with the rest as JSON in the header: no pickle, and a trainer rank can map it wi
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -196,7 +195,3 @@ def _check_shapes(arrays: dict[str, np.ndarray]) -> None:
 def _trajectory(arrays: dict[str, np.ndarray], rest: dict) -> Trajectory:
     turns = tuple(Turn(**{**t, "passages": tuple(t["passages"])}) for t in rest.pop("turns"))
     return Trajectory(**arrays, turns=turns, **rest)
-
-
-def total_tokens(groups: Sequence[GroupSummary]) -> int:
-    return sum(t.tokens for g in groups for t in g.trajectories)
