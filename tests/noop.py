@@ -215,7 +215,7 @@ def _state() -> _Serving:
 
 
 def loops_here(dask_worker: Any = None) -> int:
-    """How many resident loops run on this worker; for `Client.run`."""
+    """How many resident loops run here and have said that they are ready; for `Client.run`."""
     state = vars(dask_worker).get("kindling", {}).get("noop")
     return state.loops if state else 0
 
@@ -227,7 +227,6 @@ def serve(spec: RolloutSpec, shape: Shape = Shape()) -> None:
         if state.tokenizer is None:
             model = spec.config.model
             state.tokenizer = load_tokenizer(Path(model.path), model.chat)
-        state.loops += 1
     config = spec.config
     queue = WorkerQueue(worker, spec.run)
     agent = FragileAgent(
@@ -241,6 +240,11 @@ def serve(spec: RolloutSpec, shape: Shape = Shape()) -> None:
     store = TimedStore(spec.store) if shape.stored else NoopStore(shape, 1)
     try:
         queue.report({"kind": "ready", "loads": {"engines": 1, "indexes": 1, "anchors": 0}})
+    except RunClosed:
+        return
+    with state.lock:
+        state.loops += 1
+    try:
         resident = Resident(worker, queue, agent, NoopWeights(), cast("ObjectStore", store), spec)
         try:
             resident.run()

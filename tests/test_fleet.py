@@ -137,6 +137,8 @@ def test_all_units_of_several_steps_come_back_once(
 ) -> None:
     counts: list[int] = []
     with _fleet(client, config, object_store.location, "steps") as fleet:
+        # A quick worker may do all units before a slow one has said that it is ready.
+        assert _eventually(lambda: _loops(client) == WORKERS, 30)
         for step in range(3):
             units = _units(step, 12, version=step)
             fleet.offer(units)

@@ -297,7 +297,8 @@ class TestUpStatusDown:
         assert "AWS_SECRET_ACCESS_KEY" not in os.environ
 
     def test_worker_environment(self, standing: Path) -> None:
-        with services(resolve("tiny"), standing) as found, connect(found.scheduler, 20) as client:
+        config = resolve("tiny")
+        with services(config, standing) as found, connect(found.scheduler, 20) as client:
             info = client.scheduler_info(n_workers=-1)["workers"]
             seen: Any = client.run(_worker_environment)
             assert sorted(worker["name"] for worker in info.values()) == [
@@ -307,8 +308,9 @@ class TestUpStatusDown:
                 env = seen[address]
                 assert worker["nthreads"] == 2
                 assert worker["memory_limit"] == 0
-                threads = "2" if worker["name"].startswith("rollout") else "1"
-                assert env["OMP_NUM_THREADS"] == threads
+                rollout = worker["name"].startswith("rollout")
+                threads = config.cluster.rollout_threads if rollout else 1
+                assert env["OMP_NUM_THREADS"] == str(threads)
                 assert env["OMP_WAIT_POLICY"] == "passive"
                 assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
                 assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
