@@ -179,7 +179,7 @@ def record(run: Run, batch: Batch, updated: Updated, released: Released) -> Step
             "update": updated.seconds,
             "publish": released.seconds,
         },
-        delta_bytes=released.published.bytes_written,
+        delta_bytes=released.published.delta_bytes,
         full_bytes=released.published.full_bytes,
     )
     run.history.steps.append(step)

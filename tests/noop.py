@@ -325,4 +325,4 @@ def noop_update(
 
 def noop_publish(run: str, version: int) -> Published:
     ref = ManifestRef(version=version, manifest="0" * 64)
-    return Published(run, version, "delta", ref, 0, 0, 0, 1, 0, 1)
+    return Published(run, version, "delta", ref, 0, 0, 0, 0, 1, 0, 1)

@@ -1,4 +1,4 @@
-"""Codec, digests, shard files, manifests: properties of the written formats."""
+"""Digests, shard files, manifests: properties of the written formats."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+import zstandard
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from safetensors.torch import load
 
 from tasks.errors import ConfigError, IntegrityError, PolicyError
 from tasks.weights import digest as digests
-from tasks.weights.bits import Bits, from_bits, is_finite, to_bits
-from tasks.weights.codec import CODECS, changed, codec_named
+from tasks.weights.bits import from_bits, is_finite, to_bits
+from tasks.weights.codec import CODEC, Range, changed, decode
 from tasks.weights.digest import BLOCK_VALUES, combine, piece, tensor_digest
+from tasks.weights.frames import unpacked
+from tasks.weights.history import no_history
 from tasks.weights.manifest import (
     Head,
     Manifest,
@@ -29,76 +31,9 @@ from tasks.weights.manifest import (
     head_key,
     manifest_key,
 )
-from tasks.weights.shards import Record, anchor_files, pack_delta, unpack_delta
+from tasks.weights.shards import anchor_files, pack_delta, unpack_delta
 
 pytestmark = pytest.mark.fast
-
-SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001, 0x3F80]
-
-
-@st.composite
-def pairs(draw: st.DrawFn) -> tuple[Bits, Bits]:
-    """Old and new patterns: nothing, everything or anything changed; any bits."""
-    dtype = np.dtype(draw(st.sampled_from(["<u2", "<u4"])))
-    top = 2 ** (8 * dtype.itemsize) - 1
-    values = st.one_of(st.sampled_from(SPECIAL), st.integers(0, top))
-    old = draw(hnp.arrays(dtype, st.integers(0, 200), elements=values))
-    how = draw(st.sampled_from(["same", "all", "some"]))
-    if how == "same":
-        return old, old.copy()
-    if how == "all":
-        return old, ~old
-    return old, draw(hnp.arrays(dtype, old.shape, elements=values))
-
-
-@pytest.mark.parametrize("name", sorted(CODECS))
-@given(pair=pairs())
-def test_codec_is_exact_for_every_bit_pattern(name: str, pair: tuple[Bits, Bits]) -> None:
-    old, new = pair
-    codec = codec_named(name)
-    indices, values = changed(old, new)
-    payload = codec.encode(old, indices, values)
-    found_indices, found_values = codec.decode(payload, old)
-    assert found_indices.dtype == np.int32
-    rebuilt = old.copy()
-    rebuilt[found_indices] = found_values
-    assert rebuilt.tobytes() == new.tobytes()
-    assert found_indices.size == int((old != new).sum())
-
-
-@pytest.mark.parametrize("name", sorted(CODECS))
-@given(pair=pairs(), cut=st.integers(1, 8))
-def test_codec_refuses_cut_and_padded_payloads(
-    name: str, pair: tuple[Bits, Bits], cut: int
-) -> None:
-    codec = codec_named(name)
-    payload = codec.encode(pair[0], *changed(*pair))
-    for wrong in (payload[:-cut], payload + b"\0" * cut):
-        with pytest.raises(IntegrityError):
-            codec.decode(wrong, pair[0])
-
-
-def test_raw_pairs_format_is_as_written() -> None:
-    old = np.array([1, 2, 3], "<u2")
-    codec = codec_named("raw-pairs")
-    payload = codec.encode(old, *changed(old, np.array([1, 0x8000, 4], "<u2")))
-    assert payload.hex() == "0102000002000000" + "01000000" + "02000000" + "0080" + "0400"
-    for position, byte in ((0, 2), (1, 4), (2, 1), (8, 2), (12, 3)):
-        damaged = bytearray(payload)
-        damaged[position] = byte
-        with pytest.raises(IntegrityError):
-            codec.decode(bytes(damaged), old)
-    with pytest.raises(IntegrityError, match="unknown"):
-        codec_named("zip")
-
-
-def test_signed_zero_and_nan_payloads_count_as_changes() -> None:
-    old = to_bits(torch.tensor([0.0, float("nan"), 1.0], dtype=torch.bfloat16))
-    new = old.copy()
-    new[0] = 0x8000
-    new[1] ^= 1
-    assert changed(old, new)[0].tolist() == [0, 1]
-    assert changed(old, old)[0].size == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -150,22 +85,47 @@ def test_digest_refuses_gaps_overlaps_and_wrong_totals() -> None:
             combine(parts, 100)
 
 
-@settings(max_examples=30)
-@given(st.lists(st.binary(max_size=20), max_size=4))
-def test_delta_shard_round_trip(payloads: list[bytes]) -> None:
-    records = [Record(f"t{i}", i, 3, payload) for i, payload in enumerate(payloads)]
-    data = pack_delta("raw-pairs", records)
-    sizes = {f"t{i}": 10 for i in range(len(payloads))}
-    found = unpack_delta(data, "raw-pairs", sizes)
-    assert [(r.tensor, r.start, r.count, bytes(r.payload)) for r in found] == [
-        (r.tensor, r.start, r.count, bytes(r.payload)) for r in records
+def test_delta_shard_round_trip() -> None:
+    rng = np.random.default_rng(3)
+    ranges, changes = [], []
+    for number in range(3):
+        old = rng.integers(0, 0x7F00, 50).astype("<u2")
+        new = old ^ (rng.random(50) < 0.3)
+        ranges.append(Range(f"t{number}", 7 * number, "bfloat16", old, no_history(50)))
+        changes.append(changed(old, new.astype("<u2")))
+    data = pack_delta(ranges, changes)
+    sizes = {f"t{i}": 80 for i in range(3)}
+    shard = unpack_delta(data, sizes)
+    assert [(p.tensor, p.start, p.count) for p in shard.places] == [
+        (r.tensor, r.start, r.old.size) for r in ranges
     ]
-    for wrong in (data[:-1], data + b"x", b"KDS2" + data[4:], data[:6]):
+    for found, wanted in zip(decode(shard.tables, shard.blocks, ranges), changes, strict=True):
+        assert np.array_equal(found.indices, wanted.indices)
+        assert np.array_equal(found.values, wanted.values)
+    frame = bytearray(data)
+    frame[20] ^= 0xFF
+    for wrong in (b"KDS3" + data[4:], data[:6], data[:20], bytes(frame)):
         with pytest.raises(IntegrityError):
-            unpack_delta(wrong, "raw-pairs", sizes)
-    if records:
+            unpack_delta(wrong, sizes)
+    for longer in (data[:-1], data + b"x"):
+        shard = unpack_delta(longer, sizes)
         with pytest.raises(IntegrityError):
-            unpack_delta(data, "raw-pairs", {"t0": 2})
+            decode(shard.tables, shard.blocks, ranges)
+    with pytest.raises(IntegrityError):
+        unpack_delta(data, {"t0": 80})
+    with pytest.raises(IntegrityError):
+        unpack_delta(data, {f"t{i}": 60 for i in range(3)})
+
+
+def test_frames_have_a_bound() -> None:
+    frame = zstandard.ZstdCompressor().compress(bytes(1000))
+    assert unpacked(frame, 1000, "thing") == bytes(1000)
+    sizeless = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(10))
+    for wrong in (frame[:-1], frame + b"x", b"", b"plain", sizeless):
+        with pytest.raises(IntegrityError, match="thing"):
+            unpacked(wrong, 1000, "thing")
+    with pytest.raises(IntegrityError, match="at most 999"):
+        unpacked(frame, 999, "thing")
 
 
 def test_anchor_files_split_and_are_deterministic() -> None:
@@ -178,6 +138,9 @@ def test_anchor_files_split_and_are_deterministic() -> None:
         assert all(torch.equal(found[name], tensors[name]) for name in names)
 
 
+ANCHOR = Shard(digest="e" * 64, bytes=99, rank=0, tensors=("w", "v"))
+
+
 def manifest(version: int = 1, **changes: Any) -> Manifest:
     parent = ManifestRef(version=version - 1, manifest="a" * 64) if version else None
     fields: dict[str, Any] = {
@@ -185,10 +148,9 @@ def manifest(version: int = 1, **changes: Any) -> Manifest:
         "version": version,
         "parent": parent,
         "kind": "delta" if version else "anchor",
-        "codec": "raw-pairs" if version else "safetensors",
-        "shards": (
-            Shard(digest="b" * 64, bytes=10, rank=0, tensors=() if version else ("w", "v")),
-        ),
+        "codec": CODEC if version else None,
+        "shards": (Shard(digest="b" * 64, bytes=10, rank=0),) if version else (),
+        "anchor": () if version else (ANCHOR,),
         "tensors": (
             TensorState(name="w", shape=(2, 3), dtype="bfloat16", digest="c" * 32, changed=1),
             TensorState(name="v", shape=(4,), dtype="float32", digest="d" * 32, changed=0),
@@ -201,13 +163,15 @@ def manifest(version: int = 1, **changes: Any) -> Manifest:
 
 
 def test_manifest_round_trip_and_sums() -> None:
-    for version in (0, 1, 7):
-        made = manifest(version)
+    both = manifest(7, kind="anchor", anchor=(ANCHOR,))
+    for made in (manifest(0), both, manifest(1), manifest(7)):
         found = Manifest.from_bytes(made.to_bytes())
         assert found == made
         assert found.ref() == made.ref()
-    assert (made.values, made.changed, made.full_bytes) == (10, 1, 28)
-    assert manifest_key("r", made.ref()) == f"runs/r/manifests/00000007-{made.ref().manifest}.json"
+    assert (both.values, both.changed, both.full_bytes) == (10, 1, 28)
+    assert (both.delta_bytes, both.anchor_bytes) == (10, 99)
+    key = manifest_key("r", both.ref())
+    assert key == f"runs/r/manifests/00000007-{both.ref().manifest}.json.zst"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +185,9 @@ def test_manifest_round_trip_and_sums() -> None:
         (("parent",), None),
         (("kind",), "patch"),
         (("codec",), "zip"),
-        (("codec",), "safetensors"),
+        (("codec",), None),
+        (("kind",), "anchor"),
+        (("anchor",), [{"digest": "e" * 64, "bytes": 9, "rank": 0, "tensors": ["w", "v"]}]),
         (("run",), "../x"),
         (("surprise",), 1),
         (("tensors",), []),
@@ -236,15 +202,16 @@ def test_manifest_round_trip_and_sums() -> None:
     ],
 )
 def test_odd_manifests_are_refused(path: tuple[Any, ...], value: Any) -> None:
-    document = json.loads(manifest().to_bytes())
+    document = json.loads(zstandard.decompress(manifest().to_bytes()))
     target = document
     for step in path[:-1]:
         target = target[step]
     target[path[-1]] = value
     with pytest.raises(IntegrityError):
-        Manifest.from_bytes(json.dumps(document).encode())
-    with pytest.raises(IntegrityError):
-        Manifest.from_bytes(b"{")
+        Manifest.from_bytes(zstandard.compress(json.dumps(document).encode()))
+    for data in (b"{", zstandard.compress(b"{"), json.dumps(document).encode()):
+        with pytest.raises(IntegrityError):
+            Manifest.from_bytes(data)
 
 
 def test_a_child_must_fit_its_parent() -> None:

@@ -123,7 +123,7 @@ def updated(rank: int, world: int, folder: Path, settings: TrainConfig, steps: i
     needed = {index: batch[0][index] for index in plan.groups_of(rank)}
     metrics = [trainer.update(needed, plan, step) for step in range(steps)]
     full = dict(trainer._policy.full_tensors(torch.float32))
-    return metrics, trainer.export_shards(), full, dict(trainer.full_tensors())
+    return metrics, list(trainer.export_shards()), full, dict(trainer.full_tensors())
 
 
 def one_trajectory(rank: int, world: int, folder: Path, settings: TrainConfig) -> Any:

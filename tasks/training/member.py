@@ -144,12 +144,12 @@ def _read(store: ObjectStore, keys: dict[int, str]) -> dict[int, bytes]:
 def publish(step: int, anchor_every: int) -> Published:
     """Publishes what the ranks hold as the run's next version; the same answer on every rank.
 
-    The first version of a run, the first after a resume and every `anchor_every`-th is an anchor.
-    A rank that cannot prepare its part tells the others: nobody waits, nothing is committed.
+    When it is an anchor says `RankPublisher.anchor_due`. A rank that cannot prepare its part tells
+    the others: nobody waits, nothing is committed.
     """
     rank, publisher, store, spec = warm("trainer", Member).ready()
     version = publisher.next_version
-    anchor = not publisher.has_snapshot or version % anchor_every == 0
+    anchor = publisher.anchor_due(anchor_every)
     with gang_failures(f"rank {rank.rank}, publishing version {version}"):
         part: PreparedPart | str
         try:

@@ -139,7 +139,7 @@ def _convert_gguf(file: Path, folder: Path) -> None:
     )
     # The model transformers returns remembers its GGUF origin and refuses to be saved, and so would
     # every model loaded from a config that tells of it.
-    del quantised.config.quantization_config
+    delattr(quantised.config, "quantization_config")
     plain = AutoModelForCausalLM.from_config(quantised.config, dtype=torch.float32)
     plain.load_state_dict(quantised.state_dict())
     plain.tie_weights()

@@ -328,16 +328,14 @@ class TrainerRank:
 
     # ------------------------------------------------------------ handing over
 
-    def export_shards(self) -> list[LocalShard]:
+    def export_shards(self) -> Iterator[LocalShard]:
         """This rank's rows of every parameter as bf16 patterns, Hugging Face names, for the
-        publisher. Tied parameters appear once, under the canonical name."""
+        publisher; made one at a time. Tied parameters appear once, under the canonical name."""
         ranges = self.ranges()
-        return [
-            LocalShard.from_tensor(
+        for name, rows in self._policy.local().items():
+            yield LocalShard.from_tensor(
                 name, rows.to(torch.bfloat16).cpu(), ranges[name].shape, ranges[name].start
             )
-            for name, rows in self._policy.local().items()
-        ]
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole bf16 tensor), for an anchor. Collective: every rank runs it to its end."""

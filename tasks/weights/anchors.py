@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from blake3 import blake3
@@ -11,6 +14,7 @@ from blake3 import blake3
 from tasks.store import ObjectStore
 
 _BLOCK = 1 << 24
+_PARALLEL = 4  # an anchor file is about a gigabyte, in memory while it comes
 
 
 class AnchorCache:
@@ -26,6 +30,16 @@ class AnchorCache:
         self._folder = cache_dir / "anchors"
         self.downloads = 0
         self.bytes_downloaded = 0
+        self._counting = threading.Lock()
+
+    def files(self, digests: Sequence[str]) -> list[Path]:
+        """The verified files of anchor objects, downloaded where not here or damaged, in parallel.
+
+        Raises:
+            As `file`.
+        """
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            return list(pool.map(self.file, digests))
 
     def file(self, digest: str) -> Path:
         """The verified file of an anchor object, downloaded where it is not here or damaged.
@@ -40,8 +54,9 @@ class AnchorCache:
                 return path
             path.unlink(missing_ok=True)  # damaged on this disk: the store's copy decides
         data = self._store.get_object(digest)
-        self.downloads += 1
-        self.bytes_downloaded += len(data)
+        with self._counting:
+            self.downloads += 1
+            self.bytes_downloaded += len(data)
         self._folder.mkdir(parents=True, exist_ok=True)
         # Written aside and renamed: a killed process leaves no half file under the digest.
         handle, name = tempfile.mkstemp(dir=self._folder, prefix=f".{digest[:16]}-")

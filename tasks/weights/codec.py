@@ -1,216 +1,557 @@
-"""Codecs: the changed values of one tensor range as bytes, exact for every bit pattern.
+"""The delta codec: what a step changed in a rank's weights, near the limit of what can be known.
 
-A codec sees the old and the new pattern of a flat range and nothing else. The decoder holds the old
-pattern too, so a codec may lean on it; `raw-pairs` does not.
+Input: flat ranges of tensors, for each the old bit pattern, the changed positions with their new
+patterns, and a *history* byte a value (`tasks.weights.history`), which both sides derive alike from
+the deltas since the last anchor. Output: bytes, exact for every bit pattern.
 
-Written format of `raw-pairs`, version 1 (all integers little-endian):
+The idea. An optimizer with momentum moves a weight about as far as it moved it last time, and a
+bf16 value changes when the float32 master behind it crosses a rounding boundary. So whether a
+value changes, and by how many units in the last place, is foretold by how fast it moved (the
+history's velocity, in units in the last place a step) and by how large a unit is (the old value's
+exponent). Each position is coded with the chance of its (velocity, moved last, exponent), each
+distance with the distribution of its (velocity, exponent), both by one arithmetic coder (64-bit
+rANS: Duda 2013, arXiv:1311.2540, in Giesen's formulation, 2014). Positions are not coded one by
+one: an event says how far the *hazard* (-log2 of the chance of no change, summed over the values
+passed) runs until the next change, so coding costs time a change, and passing over a value is an
+addition. Figures: `python -m tests.bench.codec`.
 
-    offset  size      content
-    0       1         format version, 1
-    1       1         bytes of a value: 2 or 4
-    2       2         zero
-    4       4         n, the number of changed values, uint32
-    8       4 n       their positions relative to the start of the range, int32, strictly ascending
-    8 + 4n  2n or 4n  their new bit patterns, in the same order
+Written format `velocity-rans`, version 1
+-----------------------------------------
+All integers are little-endian. A *section* holds the ranges of one dtype (bfloat16, float16,
+float32, in this order; ranges keep their order inside). Ranges are cut at multiples of 2**22 values
+from their start into *segments*; consecutive segments of a section form a *block*, which ends with
+the segment that brings it to 2**22 values or more. With R = 128 * 256 and C = 64 * 256 a section is
 
-A value counts as changed when its bits differ. Nothing follows the last value. A range has at most
-2**31 - 1 values.
+    u8       format version, 1
+    u8       dtype: 0, 1, 2
+    u16      n, number of token classes
+    u8[R]    hazard level q of every position context
+    u16[C]   token class of every distance context
+    u8[n,T]  token weights; T = 68 tokens for 16-bit values, 136 for 32-bit ones
+    u32[s]   changed values of each segment
+    i8[s]    scale of each segment
+    u32[b]   words of each block
 
-Written format of `xor-zstd`, version 1: the same eight bytes, but for the third, which is the mode,
-and then one Zstandard frame (RFC 8878) whose content is
+and then, outside of the compressed tables, the blocks, u32 words each.
 
-    mode 0, sparse   n gaps, uint32 (the first position, then the distance to the one before), and
-                     then n values old XOR new
-    mode 1, dense    old XOR new of every value of the range
+*Contexts.* e = (old >> 7) & 255 (>> 23 for float32). The history byte h is level << 2 | moved << 1
+| down. Position context: (h >> 1) << 8 | e. Distance context: (h >> 2) << 8 | e.
 
-both with their bytes in planes: the lowest byte of every integer, then the next of every one, and
-so on. Neighbouring weights change alike in their low bytes and not at all in the high ones: that is
-what Zstandard finds. Dense where more than one value in eight changed.
+*Hazards.* A value's hazard is W[min(max(q + scale, 1), 201)], or 0 where q = 0, in 2**-24 bits,
+with W[q] = floor(8 * 2**((q - 1) / 8) + 1/2). The survival S(a) of a sum a of hazards: with f = a
+mod 2**24, j = f >> 12 and t[j] = floor(2**(31 - j / 4096) + 1/2), it is (t[j] - (((t[j] - t[j+1]) *
+(f mod 4096)) >> 12)) >> (a >> 24).
+
+*Events* of a segment: for each change, beginning with a = 0 at the value after the last one (or the
+segment's first): every value adds its hazard to a. At the changed value, with a before and a'
+after: low 2**31 - S(a), frequency S(a) - S(a'), of 2**31. Where a reaches 2**27 at a value that did
+not change: low 2**31 - S(a), frequency S(a), of 2**31, and a = 0 again. After the last change
+nothing. Each change is followed by its distance.
+
+*Distances.* Patterns are ranked as floats: sign bit set: rank = all ones - bits, else bits + sign
+bit. d = new rank - old rank, negated where h is down. Code c = 2d - 2 for d > 0, -2d - 1 for d < 0.
+c < 16 is token c; else with k = floor(log2 c) token 16 + 4 (k - 4) + ((c >> (k - 2)) & 3), followed
+by the low k - 2 bits of c as an event with low their value and frequency 1 of 2**(k-2). A token's
+event: frequencies of its class, of 2**14: with weight bytes b, v = floor(2**(b / 8) + 1/2) for b >
+0 and 0 for b = 0, frequency = max(1, floor(v * 2**14 / sum v)) for v > 0; then, until they sum to
+2**14, one is taken from (or given to) the token of the largest frequency, the first of equals. low:
+the sum before.
+
+*Coder.* State x, 64 bits, in [2**31, 2**63). An event (low, frequency, of 2**r) is read by: s = x
+mod 2**r lies in [low, low + frequency); x = frequency * (x >> r) + s - low; if x < 2**31: x = x <<
+32 | next word. A block's first two words are the first x (low word first). After its last event x =
+2**31 and no word is left.
 """
 
 from __future__ import annotations
 
-import struct
-from typing import Protocol
+import math
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-import zstandard
 
 from tasks.errors import IntegrityError, PolicyError
-from tasks.weights.bits import Bits
+from tasks.weights import kernels
+from tasks.weights.bits import Bits, DtypeName
 
+CODEC = "velocity-rans"
+CODECS = (CODEC,)
+BLOCK_VALUES = 1 << 22
 MAX_RANGE = 2**31 - 1
-_HEADER = struct.Struct("<BBHI")
+_VERSION = 1
+_DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
+_ROWS = 128 * 256
+_CONTEXTS = 64 * 256
+_TOKENS = {2: 68, 4: 136}
+_HEAD = np.dtype([("version", "u1"), ("dtype", "u1"), ("classes", "<u2")])
+_EVERY = 8  # one run of 64 values in this many is counted in large ranges
+_POSITION_PRICE, _TOKEN_PRICE = 6.0, 5.0  # bits a table entry takes after compression, about
 
 
-class Codec(Protocol):
-    """Encodes what changed in a range; stateless, so ranges may be coded in parallel."""
+@dataclass(frozen=True)
+class Range:
+    """What both sides know of flat values [start, start + old.size) of a tensor.
 
-    name: str
+    Attributes:
+        old: pattern, uint16 or uint32, shape (n,), n <= `MAX_RANGE`.
+        history: uint8, shape (n,).
+    """
 
-    def encode(self, old: Bits, indices: Bits, values: Bits) -> bytes:
-        """The changes of one range as bytes.
-
-        Args:
-            old: the range's old pattern, uint16 or uint32, shape (n,), n <= `MAX_RANGE`.
-            indices: positions that changed, int64 or int32, strictly ascending, shape (k,).
-            values: new patterns at these positions, dtype of `old`, shape (k,).
-        """
-        ...
-
-    def decode(self, payload: bytes | memoryview, old: Bits) -> tuple[Bits, Bits]:
-        """The (indices int32, values) that `encode` was given.
-
-        Args:
-            payload: what `encode` returned.
-            old: the pattern that `encode` was given.
-
-        Raises:
-            IntegrityError: the payload is not one that `encode` writes for such a range.
-        """
-        ...
+    tensor: str
+    start: int
+    dtype: DtypeName
+    old: Bits
+    history: Bits
 
 
-def changed(old: Bits, new: Bits) -> tuple[Bits, Bits]:
-    """(indices int64, new patterns) of the positions whose bits differ, ascending.
+@dataclass(frozen=True)
+class Change:
+    """What changed in a range.
+
+    Attributes:
+        indices: positions relative to the range, int32, strictly ascending, shape (k,).
+        values: new patterns there, dtype of the range's `old`, shape (k,).
+    """
+
+    indices: Bits
+    values: Bits
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A segment: values [low, high) of one range of a section."""
+
+    range: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A section's tables, as written."""
+
+    levels: Bits  # uint8 [R]
+    classes: Bits  # uint16 [C]
+    weights: Bits  # uint8 [n, T]
+
+    def hazards(self, scale: int) -> Bits:
+        scaled = np.clip(self.levels.astype(np.int64) + scale, 1, kernels.LEVELS - 1)
+        return np.where(self.levels == 0, 0, kernels.HAZARDS[scaled])
+
+    def frequencies(self) -> tuple[Bits, Bits]:
+        """(lows, frequencies), int64 [n, T]."""
+        freqs = np.array([_frequencies(row) for row in self.weights], np.int64)
+        freqs = freqs.reshape(self.weights.shape)
+        return np.cumsum(freqs, 1) - freqs, freqs
+
+
+def changed(old: Bits, new: Bits) -> Change:
+    """The positions whose bits differ.
 
     Args:
         old, new: patterns of the same length and dtype, shape (n,).
     """
-    indices = np.flatnonzero(old != new)
-    return indices, new[indices]
+    if old.size > MAX_RANGE:
+        raise PolicyError(f"a range of {old.size} values is too long; split it at {MAX_RANGE}")
+    indices = kernels.find_changed(old, new)
+    return Change(indices, new[indices])
 
 
-class RawPairs:
-    """int32 positions and raw new values; the format is in the module's docstring."""
+def encode(ranges: Sequence[Range], changes: Sequence[Change]) -> tuple[bytes, bytes]:
+    """(tables, blocks) of the changes; see the module's docstring.
 
-    name = "raw-pairs"
+    Args:
+        changes: one for each range; a range without a change is better left out.
 
-    @staticmethod
-    def check(old: Bits, indices: Bits, values: Bits) -> None:
-        """
-        Raises:
-            PolicyError: the range is too long.
-            ValueError: positions and values do not fit each other or the range.
-        """
-        if old.size > MAX_RANGE:
-            raise PolicyError(f"a range of {old.size} values is too long; split it at {MAX_RANGE}")
-        if indices.shape != values.shape or values.dtype != old.dtype:
-            raise ValueError(
-                f"{indices.shape} positions and {values.shape} {values.dtype} values do not "
-                f"describe changes of {old.dtype} values"
-            )
-
-    def encode(self, old: Bits, indices: Bits, values: Bits) -> bytes:
-        self.check(old, indices, values)
-        header = _HEADER.pack(1, old.itemsize, 0, indices.size)
-        return header + indices.astype("<i4").tobytes() + values.tobytes()
-
-    def decode(self, payload: bytes | memoryview, old: Bits) -> tuple[Bits, Bits]:
-        if len(payload) < _HEADER.size:
-            raise IntegrityError(f"a raw-pairs payload of {len(payload)} bytes has no header")
-        version, itemsize, zero, count = _HEADER.unpack_from(payload)
-        if version != 1 or zero:
-            raise IntegrityError(f"raw-pairs format version {version} is unknown; expected 1")
-        if itemsize != old.itemsize:
-            raise IntegrityError(f"raw-pairs values of {itemsize} bytes, expected {old.itemsize}")
-        expected = _HEADER.size + count * (4 + itemsize)
-        if len(payload) != expected:
-            raise IntegrityError(
-                f"a raw-pairs payload of {count} changes has {len(payload)} bytes, "
-                f"expected {expected}"
-            )
-        indices = np.frombuffer(payload, "<i4", count, _HEADER.size)
-        values = np.frombuffer(payload, old.dtype, count, _HEADER.size + 4 * count)
-        if count and (
-            indices[0] < 0 or indices[-1] >= old.size or not bool((np.diff(indices) > 0).all())
-        ):
-            raise IntegrityError(f"raw-pairs positions are not ascending within 0..{old.size - 1}")
-        return indices, values
-
-
-class XorZstd:
-    """Gaps and differences, or differences alone, compressed; the format is in the module's
-    docstring.
-
-    Tiny preset, mean bytes a step of a run on a 2-core AMD EPYC: 388 kB; an earlier run from
-    another warm start, in raw pairs, took 2.56 MB, more than the model's own 1.43 MB.
-    """
-
-    name = "xor-zstd"
-
-    def encode(self, old: Bits, indices: Bits, values: Bits) -> bytes:
-        RawPairs.check(old, indices, values)
-        different = old[indices] ^ values
-        dense = indices.size > old.size // 8
-        if dense:
-            everywhere = np.zeros_like(old)
-            everywhere[indices] = different
-            body = _planes(everywhere)
-        else:
-            gaps = np.diff(indices, prepend=0).astype("<u4")
-            body = _planes(gaps) + _planes(different)
-        header = _HEADER.pack(1, old.itemsize, int(dense), indices.size)
-        return header + zstandard.ZstdCompressor(level=1).compress(body)
-
-    def decode(self, payload: bytes | memoryview, old: Bits) -> tuple[Bits, Bits]:
-        if len(payload) < _HEADER.size:
-            raise IntegrityError(f"an xor-zstd payload of {len(payload)} bytes has no header")
-        version, itemsize, mode, count = _HEADER.unpack_from(payload)
-        if version != 1 or mode not in (0, 1) or itemsize != old.itemsize or count > old.size:
-            raise IntegrityError(
-                f"xor-zstd version {version}, mode {mode}, {count} values of {itemsize} bytes do "
-                f"not fit a range of {old.size} values of {old.itemsize} bytes"
-            )
-        size = old.nbytes if mode else count * (4 + itemsize)
-        body = _decompress(bytes(payload[_HEADER.size :]), size)
-        if mode:
-            different = _unplanes(body, old.dtype)
-            indices = np.flatnonzero(different).astype(np.int32)
-            different = different[indices]
-        else:
-            gaps = _unplanes(body[: 4 * count], np.dtype("<u4"))
-            indices = np.cumsum(gaps, dtype=np.int64)
-            different = _unplanes(body[4 * count :], old.dtype)
-            if count and (indices[-1] >= old.size or not bool((gaps[1:] > 0).all())):
-                raise IntegrityError(f"xor-zstd positions leave 0..{old.size - 1}")
-        if indices.size != count or not bool(different.all()):
-            raise IntegrityError(f"xor-zstd says {count} values changed, it holds another number")
-        return indices.astype(np.int32), old[indices] ^ different
-
-
-def _planes(values: Bits) -> bytes:
-    return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
-
-
-def _unplanes(data: bytes, dtype: np.dtype) -> Bits:
-    planes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1)
-    return np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
-
-
-def _decompress(frame: bytes, size: int) -> bytes:
-    """The content of one frame that says it has `size` bytes, has them, and ends with them."""
-    try:
-        said = zstandard.get_frame_parameters(frame).content_size
-        whole = zstandard.ZstdDecompressor().decompressobj()
-        body = whole.decompress(frame) if said == size else b""
-    except zstandard.ZstdError as error:
-        raise IntegrityError(f"an xor-zstd payload does not decompress: {error}") from None
-    if said != size or not whole.eof or whole.unused_data or len(body) != size:
-        raise IntegrityError(f"an xor-zstd payload does not hold the {size} bytes it should")
-    return body
-
-
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawPairs(), XorZstd())}
-DEFAULT_CODEC = XorZstd.name
-
-
-def codec_named(name: str) -> Codec:
-    """
     Raises:
-        IntegrityError: no codec has this name (written by a newer Kindling?).
+        PolicyError: a range is too long.
+        ValueError: a change does not fit its range.
     """
-    try:
-        return CODECS[name]
-    except KeyError:
-        raise IntegrityError(f"codec {name!r} is unknown; known: {sorted(CODECS)}") from None
+    for one, change in zip(ranges, changes, strict=True):
+        _check(one, change)
+    tables: list[bytes] = []
+    blocks: list[bytes] = []
+    with ThreadPoolExecutor(threads()) as pool:
+        for dtype in _DTYPES:
+            chosen = [i for i, one in enumerate(ranges) if one.dtype == dtype]
+            if chosen:
+                parts = _encode_section(
+                    dtype, [ranges[i] for i in chosen], [changes[i] for i in chosen], pool
+                )
+                tables.append(parts[0])
+                blocks += parts[1]
+    return b"".join(tables), b"".join(blocks)
+
+
+def decode(tables: bytes, blocks: bytes | memoryview, ranges: Sequence[Range]) -> list[Change]:
+    """The changes that `encode` was given for these ranges.
+
+    Raises:
+        IntegrityError: the bytes are not what `encode` writes for such ranges.
+    """
+    found: dict[int, Change] = {}
+    at = done = 0
+    with ThreadPoolExecutor(threads()) as pool:
+        for dtype in _DTYPES:
+            chosen = [i for i, one in enumerate(ranges) if one.dtype == dtype]
+            if chosen:
+                section = [ranges[i] for i in chosen]
+                parts, at, done = _decode_section(dtype, section, tables, at, blocks, done, pool)
+                found.update(zip(chosen, parts, strict=True))
+    if at != len(tables) or done != len(blocks):
+        raise IntegrityError("a delta's tables or blocks are longer than its ranges ask for")
+    return [found[i] for i in range(len(ranges))]
+
+
+def threads() -> int:
+    """Threads to code with: what this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _check(one: Range, change: Change) -> None:
+    if one.old.size > MAX_RANGE:
+        raise PolicyError(f"a range of {one.old.size} values is too long; split it at {MAX_RANGE}")
+    if change.indices.shape != change.values.shape or change.values.dtype != one.old.dtype:
+        raise ValueError(
+            f"{one.tensor}: {change.indices.shape} positions and {change.values.shape} "
+            f"{change.values.dtype} values do not describe changes of {one.old.dtype} values"
+        )
+    if one.history.size != one.old.size or one.history.dtype != np.uint8:
+        raise ValueError(f"{one.tensor}: the history is not one byte a value")
+
+
+def _shift_sign(old: Bits) -> tuple[int, int]:
+    return (7, 0x8000) if old.itemsize == 2 else (23, 0x80000000)
+
+
+def _cuts(ranges: Sequence[Range]) -> list[list[_Cut]]:
+    """The segments of a section, block by block."""
+    blocks: list[list[_Cut]] = [[]]
+    held = 0
+    for at, one in enumerate(ranges):
+        for low in range(0, max(one.old.size, 1), BLOCK_VALUES):
+            if held >= BLOCK_VALUES:
+                blocks.append([])
+                held = 0
+            cut = _Cut(at, low, min(low + BLOCK_VALUES, one.old.size))
+            blocks[-1].append(cut)
+            held += cut.high - cut.low
+    return blocks
+
+
+# ------------------------------------------------------------------------------ encoding
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A segment with its changes and how many values lie in each position context, about."""
+
+    old: Bits
+    history: Bits
+    change: Change
+    rows: Bits  # which contexts
+    counts: Bits  # how many values there
+
+
+def _encode_section(
+    dtype: DtypeName, ranges: list[Range], changes: list[Change], pool: ThreadPoolExecutor
+) -> tuple[bytes, list[bytes]]:
+    cuts = _cuts(ranges)
+    every = _EVERY if sum(one.old.size for one in ranges) > BLOCK_VALUES else 1
+    blocks = list(
+        pool.map(lambda block: [_segment(ranges, changes, cut, every) for cut in block], cuts)
+    )
+    segments = [segment for block in blocks for segment in block]
+    model, chances = _fit(segments, pool)
+    scales = [_scale(segment, chances) for segment in segments]
+    tables = model.frequencies()
+    at = np.cumsum([0, *(len(block) for block in blocks)])
+    coded = list(
+        pool.map(
+            lambda b: _encode_block(blocks[b], scales[at[b] : at[b + 1]], model, tables),
+            range(len(blocks)),
+        )
+    )
+    head = np.array([(_VERSION, _DTYPES.index(dtype), len(model.weights))], _HEAD)
+    written = [
+        head.tobytes(),
+        model.levels.tobytes(),
+        model.classes.tobytes(),
+        model.weights.tobytes(),
+        np.array([segment.change.indices.size for segment in segments], "<u4").tobytes(),
+        np.array(scales, "i1").tobytes(),
+        np.array([words.size for words in coded], "<u4").tobytes(),
+    ]
+    return b"".join(written), [words.tobytes() for words in coded]
+
+
+def _segment(ranges: Sequence[Range], changes: Sequence[Change], cut: _Cut, every: int) -> _Segment:
+    one, change = ranges[cut.range], changes[cut.range]
+    low, high = np.searchsorted(change.indices, (cut.low, cut.high))
+    inside = Change(change.indices[low:high] - np.int32(cut.low), change.values[low:high])
+    old, history = one.old[cut.low : cut.high], one.history[cut.low : cut.high]
+    counts = np.zeros(_ROWS, np.int64)
+    if inside.indices.size:  # nothing is coded where nothing changed
+        kernels.count_rows(old, history, _shift_sign(old)[0], every, counts)
+    rows = np.flatnonzero(counts)
+    return _Segment(old, history, inside, rows, counts[rows])
+
+
+def _fit(segments: Sequence[_Segment], pool: ThreadPoolExecutor) -> tuple[_Model, Bits]:
+    """The tables for what is to be coded, and the chance of a change by position context."""
+    values = np.zeros(_ROWS, np.int64)
+    for segment in segments:
+        values[segment.rows] += segment.counts
+    hits, tokens = _count_changes(segments, pool)
+    chances, levels = _fit_positions(values, hits)
+    classes, weights = _fit_tokens(tokens)
+    return _Model(levels, classes, weights), chances
+
+
+def _count_changes(segments: Sequence[_Segment], pool: ThreadPoolExecutor) -> tuple[Bits, Bits]:
+    shift, sign = _shift_sign(segments[0].old)
+    width = _TOKENS[segments[0].old.itemsize]
+
+    def count(part: int) -> tuple[Bits, Bits]:
+        rows, tokens = np.zeros(_ROWS, np.int64), np.zeros((_CONTEXTS, width), np.int32)
+        for one in segments[part :: threads()]:
+            indices, values = one.change.indices, one.change.values
+            kernels.count_changes(one.old, one.history, indices, values, shift, sign, rows, tokens)
+        return rows, tokens
+
+    counted = list(pool.map(count, range(threads())))
+    return sum(rows for rows, _ in counted), sum(tokens for _, tokens in counted)  # type: ignore[return-value]
+
+
+def _fit_positions(values: Bits, hits: Bits) -> tuple[Bits, Bits]:
+    """(chance, hazard level) of every position context; exponents alike share theirs."""
+    chances, levels = np.zeros(_ROWS), np.zeros(_ROWS, np.uint8)
+    values = np.maximum(values, hits)  # counted on a sample
+    for start in range(0, _ROWS, 256):
+        used = start + np.flatnonzero(hits[start : start + 256])
+        if not used.size:
+            continue
+        pairs = np.stack([values[used] - hits[used], hits[used]], 1)
+        first = kernels.merge_neighbours(pairs, _POSITION_PRICE)
+        for group in np.unique(first):
+            rows = used[first == group]
+            chance = hits[rows].sum() / values[rows].sum()
+            chances[rows] = chance
+            # Never certain: the last value of a context may be one that did not change.
+            hazard = -math.log2(max(1 - chance, 2**-16)) * 2**kernels.HAZARD_BITS
+            level = 1 + round(8 * math.log2(max(hazard, 8.0) / 8))
+            levels[rows] = min(level, kernels.LEVELS - 1)
+    return chances, levels
+
+
+def _scale(segment: _Segment, chances: Bits) -> int:
+    """How much likelier changes are here than elsewhere in the same contexts, in 1/8 octaves."""
+    expected = float(segment.counts @ chances[segment.rows])
+    if not segment.change.indices.size or not expected:
+        return 0
+    return max(-64, min(64, round(8 * math.log2(segment.change.indices.size / expected))))
+
+
+def _fit_tokens(tokens: Bits) -> tuple[Bits, Bits]:
+    """(class of every distance context, weights of every class)."""
+    classes = np.zeros(_CONTEXTS, "<u2")
+    sums: list[Bits] = []
+    for start in range(0, _CONTEXTS, 256):
+        used = start + np.flatnonzero(tokens[start : start + 256].any(1))
+        if not used.size:
+            continue
+        first = kernels.merge_neighbours(tokens[used], _TOKEN_PRICE)
+        for group in np.unique(first):
+            rows = used[first == group]
+            classes[rows] = len(sums)
+            sums.append(tokens[rows].sum(0))
+    weights = np.zeros((len(sums), tokens.shape[1]), np.uint8)
+    for row, counts in enumerate(sums):
+        weights[row] = _weights(counts)
+    return classes, weights
+
+
+def _weights(counts: Bits) -> Bits:
+    """Weight bytes of token counts: the largest gets 112, which is 2**14."""
+    with np.errstate(divide="ignore"):
+        octaves = np.log2(counts / counts.max())
+    return np.where(counts == 0, 0, np.clip(np.rint(112 + 8 * octaves), 1, 112)).astype(np.uint8)
+
+
+@cache
+def _weight_values() -> Bits:
+    return np.array([0, *(math.floor(2 ** (b / 8) + 0.5) for b in range(1, 256))], np.int64)
+
+
+def _frequencies(weights: Bits) -> Bits:
+    values = _weight_values()[weights]
+    total = 1 << kernels.TOKEN_BITS
+    freqs = np.where(values > 0, np.maximum(1, values * total // max(1, int(values.sum()))), 0)
+    while (over := int(freqs.sum()) - total) != 0 and freqs.any():
+        freqs[int(freqs.argmax())] -= 1 if over > 0 else -1
+    return freqs
+
+
+def _encode_block(
+    block: Sequence[_Segment], scales: Sequence[int], model: _Model, tables: tuple[Bits, Bits]
+) -> Bits:
+    changes = sum(segment.change.indices.size for segment in block)
+    room = 3 * changes + changes // 2 + 64
+    while True:
+        events = np.empty((room, 3), np.uint32)
+        count = 0
+        for segment, scale in zip(block, scales, strict=True):
+            count = kernels.emit(
+                segment.old,
+                segment.history,
+                segment.change.indices,
+                segment.change.values,
+                *_shift_sign(segment.old),
+                model.hazards(scale),
+                model.classes,
+                *tables,
+                events,
+                count,
+            )
+            if count < 0:
+                break
+        if count >= 0:
+            return kernels.pack(events, count)
+        room *= 2  # long stretches without a change take events, too
+
+
+# ------------------------------------------------------------------------------ decoding
+
+
+def _decode_section(
+    dtype: DtypeName,
+    ranges: list[Range],
+    tables: bytes,
+    at: int,
+    blocks: bytes | memoryview,
+    done: int,
+    pool: ThreadPoolExecutor,
+) -> tuple[list[Change], int, int]:
+    cuts = _cuts(ranges)
+    flat = [cut for block in cuts for cut in block]
+    reader = _Reader(tables, at)
+    head = reader.take(_HEAD, 1)[0]
+    if head["version"] != _VERSION or head["dtype"] != _DTYPES.index(dtype):
+        raise IntegrityError(
+            f"a delta section of version {head['version']} and dtype {head['dtype']}; expected "
+            f"version {_VERSION} of {dtype}"
+        )
+    itemsize = ranges[0].old.itemsize
+    model = _Model(
+        reader.take(np.dtype("u1"), _ROWS),
+        reader.take(np.dtype("<u2"), _CONTEXTS),
+        reader.take(np.dtype("u1"), int(head["classes"]) * _TOKENS[itemsize]).reshape(
+            -1, _TOKENS[itemsize]
+        ),
+    )
+    counts = reader.take(np.dtype("<u4"), len(flat)).astype(np.int64)
+    scales = reader.take(np.dtype("i1"), len(flat))
+    words = reader.take(np.dtype("<u4"), len(cuts)).astype(np.int64)
+    _check_tables(model, counts, flat)
+    ends = done + 4 * np.cumsum(words)
+    if int(ends[-1]) > len(blocks):
+        raise IntegrityError("a delta's blocks are shorter than its tables say")
+    lows_freqs = model.frequencies()
+    starts = np.cumsum([0, *(len(block) for block in cuts)])
+
+    def decode_block(b: int) -> list[Change]:
+        low, high = starts[b], starts[b + 1]
+        data = np.frombuffer(blocks, "<u4", int(words[b]), int(ends[b] - 4 * words[b]))
+        return _decode_block(
+            data, ranges, flat[low:high], counts[low:high], scales[low:high], model, lows_freqs
+        )
+
+    parts = [change for block in pool.map(decode_block, range(len(cuts))) for change in block]
+    return list(_joined(ranges, flat, parts)), reader.at, int(ends[-1])
+
+
+def _check_tables(model: _Model, counts: Bits, cuts: Sequence[_Cut]) -> None:
+    if any(int(count) > cut.high - cut.low for count, cut in zip(counts, cuts, strict=True)):
+        raise IntegrityError("a delta says that more values changed than there are")
+    if model.levels.max() >= kernels.LEVELS:
+        raise IntegrityError("a delta's tables hold a hazard level that does not exist")
+    if not counts.any():
+        return
+    if not len(model.weights) or model.classes.max() >= len(model.weights):
+        raise IntegrityError("a delta's tables name a token class that does not exist")
+    if not model.weights.any(1).all():
+        raise IntegrityError("a delta's tables hold an empty token class")
+
+
+def _decode_block(
+    words: Bits,
+    ranges: Sequence[Range],
+    cuts: Sequence[_Cut],
+    counts: Bits,
+    scales: Bits,
+    model: _Model,
+    tables: tuple[Bits, Bits],
+) -> list[Change]:
+    if words.size < 2:
+        raise IntegrityError("a delta block has no coder state")
+    coder = np.array([int(words[0]) | int(words[1]) << 32, 2, 0], np.uint64)
+    sane = int(coder[0]) >= 1 << 31 and int(coder[0]) < 1 << 63
+    found: list[Change] = []
+    for cut, count, scale in zip(cuts, counts, scales, strict=True):
+        old = ranges[cut.range].old[cut.low : cut.high]
+        change = Change(np.empty(count, np.int32), np.empty(count, old.dtype))
+        sane = sane and kernels.unpack(
+            words,
+            coder,
+            old,
+            ranges[cut.range].history[cut.low : cut.high],
+            *_shift_sign(old),
+            model.hazards(int(scale)),
+            model.classes,
+            *tables,
+            change.indices,
+            change.values,
+        )
+        found.append(change)
+    if not sane or int(coder[0]) != 1 << 31 or int(coder[1]) != words.size:
+        raise IntegrityError(
+            "a delta block does not decode against the weights and the history held here"
+        )
+    return found
+
+
+def _joined(
+    ranges: Sequence[Range], cuts: Sequence[_Cut], parts: Sequence[Change]
+) -> Iterator[Change]:
+    """The changes of each range from those of its segments."""
+    held: list[list[Change]] = [[] for _ in ranges]
+    for cut, part in zip(cuts, parts, strict=True):
+        held[cut.range].append(Change(part.indices + np.int32(cut.low), part.values))
+    for pieces in held:
+        if len(pieces) == 1:
+            yield pieces[0]
+        else:
+            yield Change(
+                np.concatenate([piece.indices for piece in pieces]),
+                np.concatenate([piece.values for piece in pieces]),
+            )
+
+
+class _Reader:
+    """Takes arrays off a byte string."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data = data
+        self.at = at
+
+    def take(self, dtype: np.dtype, count: int) -> Bits:
+        end = self.at + dtype.itemsize * count
+        if end > len(self._data):
+            raise IntegrityError(f"a delta's tables of {len(self._data)} bytes end too early")
+        found = np.frombuffer(self._data, dtype, count, self.at)
+        self.at = end
+        return found

@@ -12,7 +12,6 @@ from tasks.store import ObjectStore
 from tasks.weights.bits import DtypeName, numel
 from tasks.weights.digest import Piece, combine
 from tasks.weights.manifest import (
-    ANCHOR_CODEC,
     Head,
     Manifest,
     ManifestRef,
@@ -31,7 +30,8 @@ class Published:
     """A committed version.
 
     Attributes:
-        bytes_written: sizes of the version's objects, whether or not the store had them.
+        delta_bytes, anchor_bytes: sizes of the version's objects, whether or not the store had
+            them.
         bytes_uploaded, objects_created: what really went up: 0 for a base anchor that another run
             has published already.
         full_bytes: the bytes of all weights.
@@ -42,7 +42,8 @@ class Published:
     version: int
     kind: str
     ref: ManifestRef
-    bytes_written: int
+    delta_bytes: int
+    anchor_bytes: int
     bytes_uploaded: int
     objects_created: int
     full_bytes: int
@@ -139,12 +140,10 @@ def _conflict(run: str, manifest: Manifest, head: ManifestRef | None) -> str:
 
 
 def _same(committed: Manifest, ours: Manifest) -> bool:
-    return (committed.writer, committed.parent, committed.shards, committed.tensors) == (
-        ours.writer,
-        ours.parent,
-        ours.shards,
-        ours.tensors,
-    )
+    def content(one: Manifest) -> tuple[object, ...]:
+        return (one.writer, one.parent, one.codec, one.shards, one.anchor, one.tensors)
+
+    return content(committed) == content(ours)
 
 
 def _assemble(
@@ -187,8 +186,9 @@ def _assemble(
         version=version,
         parent=first.base,
         kind=first.kind,
-        codec=ANCHOR_CODEC if first.kind == "anchor" else first.codec,
+        codec=first.codec,
         shards=tuple(shard for part in ordered for shard in part.shards),
+        anchor=tuple(file for part in ordered for file in part.anchor),
         tensors=tensors,
         writer=first.writer,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -227,7 +227,8 @@ def _published(manifest: Manifest, parts: Sequence[PreparedPart]) -> Published:
         version=manifest.version,
         kind=manifest.kind,
         ref=manifest.ref(),
-        bytes_written=sum(shard.bytes for shard in manifest.shards),
+        delta_bytes=manifest.delta_bytes,
+        anchor_bytes=manifest.anchor_bytes,
         bytes_uploaded=sum(part.bytes_uploaded for part in parts),
         objects_created=sum(part.objects_created for part in parts),
         full_bytes=manifest.full_bytes,

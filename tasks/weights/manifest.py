@@ -2,7 +2,7 @@
 
 Keys in the store (objects named by their digest lie where `tasks.store` puts them):
 
-    runs/<run>/manifests/<version:08d>-<BLAKE3 of the manifest's bytes>.json    created once
+    runs/<run>/manifests/<version:08d>-<BLAKE3 of the manifest's bytes>.json.zst   created once
     runs/<run>/head.json    {"format": 1, "run", "version", "manifest": <that digest>}
 
 A manifest names its parent's digest, and the head names the newest manifest's. Readers start at a
@@ -10,9 +10,14 @@ head and follow these links, so a manifest that a failed commit left behind is u
 blocks nobody, and the next attempt at the same version has another key. The head is moved last, by
 compare-and-swap.
 
-The JSON is validated strictly in both directions: an unknown field, a float where an integer
-belongs, or a contradiction (`check_child` for those between a version and its parent) is an
-IntegrityError.
+A manifest is written as one Zstandard frame of JSON: every version names every tensor, and beside a
+delta of a few hundred kilobytes the plain text would weigh. The JSON is validated strictly in both
+directions: an unknown field, a float where an integer belongs, or a contradiction (`check_child`
+for those between a version and its parent) is an IntegrityError.
+
+A version is reached in one or two ways: by a delta from its parent, by an anchor, which is a full
+export, or by either. An anchor of a running training has both, so that engines that follow go on by
+the delta and only newcomers read the anchor.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, TypeVar
 
+import zstandard
 from blake3 import blake3
 from pydantic import (
     BaseModel,
@@ -34,8 +40,9 @@ from pydantic import (
 from tasks.errors import ConfigError, IntegrityError
 from tasks.weights.bits import DtypeName, numel
 from tasks.weights.codec import CODECS
+from tasks.weights.frames import unpacked
 
-ANCHOR_CODEC = "safetensors"
+_MAX_BYTES = 1 << 28  # of a manifest's JSON: what a damaged frame may make us allocate
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 Blake3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -64,8 +71,8 @@ class Shard(_Record):
     """One immutable object of a version.
 
     Attributes:
-        tensors: names an anchor's safetensors file holds, in its order; empty for delta shards,
-            whose own header says what they hold.
+        tensors: names an anchor's file holds, in its order; empty for a delta's shards, whose own
+            header says what they hold.
     """
 
     digest: Blake3
@@ -88,9 +95,12 @@ class Manifest(_Record):
     """One policy version.
 
     Attributes:
-        parent: the version before; None exactly for version 0. An anchor has one too: it links
-            the history, but is not needed to read the anchor.
-        codec: of the delta shards; "safetensors" for an anchor.
+        parent: the version before; None exactly for version 0.
+        kind: "anchor" where the version has a full export.
+        codec: of the delta from the parent; None where there is no such delta.
+        shards: the delta; none where nothing changed.
+        anchor: the full export, safetensors files in Hugging Face naming; their `tensors` say which
+            file holds what. None for a mere delta.
         writer: random name of the publisher that committed it; tells a retry from a rival.
         created: UTC, ISO 8601.
         creation: free data about how it came to be (step, host, ...).
@@ -101,8 +111,9 @@ class Manifest(_Record):
     version: Count
     parent: ManifestRef | None
     kind: Literal["anchor", "delta"]
-    codec: str
+    codec: str | None
     shards: tuple[Shard, ...]
+    anchor: tuple[Shard, ...] = ()
     tensors: tuple[TensorState, ...]
     writer: str
     created: str
@@ -117,19 +128,21 @@ class Manifest(_Record):
             raise ValueError(
                 f"version {self.version} has parent {parent_version}, expected {self.version - 1}"
             )
-        if self.kind == "delta" and (self.parent is None or self.codec not in CODECS):
+        if self.codec is None and (self.kind == "delta" or self.shards):
+            raise ValueError("a delta needs a codec")
+        if self.codec is not None and (self.parent is None or self.codec not in CODECS):
             raise ValueError(f"a delta needs a parent and a known codec, not {self.codec!r}")
-        if self.kind == "anchor" and self.codec != ANCHOR_CODEC:
-            raise ValueError(f"an anchor's codec is {ANCHOR_CODEC!r}, not {self.codec!r}")
         names = [tensor.name for tensor in self.tensors]
         if not names or len(set(names)) != len(names):
             raise ValueError("no tensors, or a tensor named twice")
         for tensor in self.tensors:
             if tensor.changed > numel(tensor.shape):
                 raise ValueError(f"{tensor.name}: more values changed than there are")
-        held = [name for shard in self.shards for name in shard.tensors]
+        held = [name for shard in self.anchor for name in shard.tensors]
         if sorted(held) != (sorted(names) if self.kind == "anchor" else []):
-            raise ValueError("the shards do not hold every tensor exactly once")
+            raise ValueError("the anchor does not hold every tensor exactly once")
+        if any(shard.tensors for shard in self.shards):
+            raise ValueError("a delta shard names tensors; its own header does")
         return self
 
     # The bytes it was read from: its digest must outlive fields added to this class later.
@@ -143,18 +156,19 @@ class Manifest(_Record):
         return hash(self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """JSON: `Manifest.from_bytes` of it is equal, its BLAKE3 is `self.ref()`'s."""
+        """As stored: `Manifest.from_bytes` of it is equal, its BLAKE3 is `self.ref()`'s."""
         if self._bytes is None:
-            self._bytes = self.model_dump_json(indent=1).encode()
+            text = self.model_dump_json().encode()
+            self._bytes = zstandard.ZstdCompressor(level=9).compress(text)
         return self._bytes
 
     @staticmethod
     def from_bytes(data: bytes) -> Manifest:
         """
         Raises:
-            IntegrityError: not the JSON of a manifest that holds together.
+            IntegrityError: not a manifest that holds together.
         """
-        manifest = _parse(Manifest, data, "manifest")
+        manifest = _parse(Manifest, unpacked(data, _MAX_BYTES, "manifest"), "manifest")
         manifest._bytes = data
         return manifest
 
@@ -173,6 +187,16 @@ class Manifest(_Record):
     @property
     def changed(self) -> int:
         return sum(tensor.changed for tensor in self.tensors)
+
+    @property
+    def delta_bytes(self) -> int:
+        """Bytes of the delta's shards."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def anchor_bytes(self) -> int:
+        """Bytes of the full export's files."""
+        return sum(file.bytes for file in self.anchor)
 
     @property
     def full_bytes(self) -> int:
@@ -233,7 +257,7 @@ def manifest_key(run: str, ref: ManifestRef) -> str:
     Raises:
         ConfigError: the run's name cannot be part of a key.
     """
-    return f"runs/{_checked(run)}/manifests/{ref.version:08d}-{ref.manifest}.json"
+    return f"runs/{_checked(run)}/manifests/{ref.version:08d}-{ref.manifest}.json.zst"
 
 
 def _checked(run: str) -> str:
@@ -269,7 +293,7 @@ def check_child(parent: Manifest, child: Manifest) -> None:
                 f"{where}: {name} is {tensor.dtype}{list(tensor.shape)}, its parent's "
                 f"{old.dtype}{list(old.shape)}"
             )
-        if child.kind == "delta" and (old.digest == tensor.digest) != (tensor.changed == 0):
+        if child.codec is not None and (old.digest == tensor.digest) != (tensor.changed == 0):
             raise IntegrityError(
                 f"{where}: {name} says {tensor.changed} values changed, and its digest "
                 f"{'did not change' if old.digest == tensor.digest else 'changed'}"

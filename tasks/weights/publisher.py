@@ -18,6 +18,12 @@ other ranks must run the same collectives meanwhile, in the same order, and pass
 consumes it after it has looked at the shards, one tensor at a time, holding about 1 GB. What it
 yields is hashed and must equal the ranks' own shards. Where every rank holds whole tensors (one
 rank, or tests), leave `full` out: the shards are used.
+
+An anchor of a run that goes on carries the delta from its parent as well, so that readers who
+follow need not read it. After it, history (`tasks.weights.history`) starts again at zero.
+
+Memory: the snapshot, a byte of history a value, six bytes a changed value until the commit, and one
+of the caller's shards at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +33,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
 import torch
 from blake3 import blake3
 
@@ -43,11 +48,12 @@ from tasks.weights.bits import (
     pattern_dtype,
     to_bits,
 )
-from tasks.weights.codec import DEFAULT_CODEC, changed, codec_named
+from tasks.weights.codec import CODEC, Change, Range, changed
 from tasks.weights.commit import Published, commit, read_ref
 from tasks.weights.digest import Piece, piece, tensor_digest
+from tasks.weights.history import advance, no_history
 from tasks.weights.manifest import ManifestRef, Shard
-from tasks.weights.shards import Record, anchor_files, pack_delta
+from tasks.weights.shards import anchor_files, pack_delta
 
 __all__ = [
     "LocalShard",
@@ -121,7 +127,8 @@ class PreparedPart:
 
     Attributes:
         base: the version this part builds on; None where the run has none.
-        shards: objects this rank made sure are in the store.
+        codec: of the delta; None where the rank held no version to build one on.
+        shards, anchor: objects this rank made sure are in the store.
         full_digests: an anchor's tensor digests as rank 0 wrote them.
         bytes_uploaded, objects_created: without what the store already had.
     """
@@ -129,22 +136,38 @@ class PreparedPart:
     run: str
     rank: int
     kind: Kind
-    codec: str
+    codec: str | None
     writer: str
     base: ManifestRef | None
     tensors: tuple[TensorPart, ...]
     shards: tuple[Shard, ...]
+    anchor: tuple[Shard, ...]
     bytes_uploaded: int
     objects_created: int
     full_digests: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Change:
-    """What `confirm` writes into the snapshot: changed values, or all of them where new."""
+@dataclass
+class _Held:
+    """The last committed state of one range."""
 
-    indices: Bits | None
-    values: Bits
+    start: int
+    dtype: DtypeName
+    bits: Bits
+    history: Bits
+
+    @property
+    def place(self) -> tuple[int, int, DtypeName]:
+        return (self.start, self.bits.size, self.dtype)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What `confirm` makes of the snapshot: changes to it, or other ranges than before."""
+
+    kind: Kind
+    changes: dict[str, Change]
+    fresh: dict[str, _Held]
 
 
 class RankPublisher:
@@ -160,13 +183,11 @@ class RankPublisher:
         rank: int,
         *,
         resume: bool = False,
-        codec: str = DEFAULT_CODEC,
     ) -> None:
         """
         Args:
-            resume: go on from the run's head, with the next version, which must be an anchor
-                unless `restore` gives the snapshot. Without it the run must be new: else `commit`
-                raises StoreConflict.
+            resume: go on from the run's head, with the next version, which must be an anchor.
+                Without it the run must be new: else `commit` raises StoreConflict.
 
         Raises:
             StoreError: resuming a run that has published nothing.
@@ -174,11 +195,11 @@ class RankPublisher:
         self.store = store
         self.run = run
         self.rank = rank
-        self._codec = codec_named(codec)
         self._writer = uuid.uuid4().hex
-        self._snapshot: dict[str, tuple[int, Bits]] = {}
-        self._pending: dict[str, _Change] | None = None
-        self._starts: dict[str, int] = {}
+        self._snapshot: dict[str, _Held] = {}
+        self._pending: _Pending | None = None
+        self._anchor_bytes = 0
+        self._chain_bytes = 0
         self._base: ManifestRef | None = None
         if resume:
             self._base = read_ref(store, run)
@@ -199,18 +220,21 @@ class RankPublisher:
         """Whether a delta can be prepared; else the next version must be an anchor."""
         return bool(self._snapshot)
 
-    def restore(self, shards: Iterable[LocalShard], base: ManifestRef) -> None:
-        """Take these patterns as the snapshot of version `base`, which must be the run's head.
+    def anchor_due(self, every: int) -> bool:
+        """Whether the next version is to be an anchor: the same on every rank.
 
-        The patterns are copied. Wrong ones are found by the readers' digests, not here.
+        Every `every` versions, and as soon as the deltas since the last anchor cost a late joiner
+        more than an anchor would.
         """
-        self._snapshot = {s.name: (s.start, s.values.copy()) for s in shards}
-        self._pending = None
-        self._base = base
+        return (
+            not self._snapshot
+            or self.next_version % every == 0
+            or self._chain_bytes > self._anchor_bytes
+        )
 
     def prepare(
         self,
-        shards: Sequence[LocalShard],
+        shards: Iterable[LocalShard],
         kind: Kind,
         full: Iterable[tuple[str, torch.Tensor]] | None = None,
         *,
@@ -219,7 +243,8 @@ class RankPublisher:
         """Upload this rank's objects for the next version; commits nothing, changes no snapshot.
 
         Args:
-            shards: this rank's range of every tensor (empty ranges may be left out).
+            shards: this rank's range of every tensor (empty ranges may be left out); taken one at
+                a time.
             kind: "anchor" or "delta".
             full: rank 0 of an anchor: the full tensors, see the module's docstring. Consumed to
                 its end even where this raises, so that the other ranks' collectives find a peer.
@@ -240,46 +265,51 @@ class RankPublisher:
 
     def _prepare(
         self,
-        shards: Sequence[LocalShard],
+        shards: Iterable[LocalShard],
         kind: Kind,
         full: Iterator[tuple[str, torch.Tensor]] | None,
         whole: bool,
     ) -> PreparedPart:
         self._pending = None
-        if len({shard.name for shard in shards}) != len(shards):
-            raise ValueError("a tensor is named twice among the shards; one range each")
-        for shard in shards:
-            if not is_finite(shard.values, shard.dtype):
-                raise NotFiniteError(
-                    f"{shard.name} holds NaN or infinite weights; version {self.next_version} of "
-                    f"run {self.run!r} was not published, nothing changed"
-                )
-        if kind == "delta":
-            self._check_snapshot(shards)
+        if whole:
+            shards = list(shards)
+            full = full or _as_tensors(shards)
+        if kind == "delta" and not self._snapshot:
+            raise IntegrityError(
+                f"rank {self.rank} of run {self.run!r} holds no committed version to diff against; "
+                "publish an anchor first"
+            )
+        pending, tensors, odd = self._diff(shards, kind)
+        if odd and kind == "delta":
+            raise IntegrityError(
+                f"rank {self.rank} holds other ranges than at the last version, of {odd[:3]}; "
+                "publish an anchor"
+            )
+        delta = bool(self._snapshot) and not odd
         uploads = _Uploads(self.store)
-        pending, tensors, records = self._diff(shards, encode=kind == "delta")
         objects: list[Shard] = []
+        files: list[Shard] = []
         digests: dict[str, str] = {}
-        if kind == "delta" and records:
-            data = pack_delta(self._codec.name, records)
+        if delta and any(change.indices.size for change in pending.changes.values()):
+            data = self._encode(pending.changes)
             objects.append(Shard(digest=uploads.add(data), bytes=len(data), rank=self.rank))
         if kind == "anchor" and self.rank == 0:
-            source = full if full is not None else _as_tensors(shards) if whole else None
-            if source is None:
+            if full is None:
                 raise ValueError("rank 0 prepares an anchor: pass `full`, or whole=True")
-            for names, data in anchor_files(_hashed(source, digests)):
+            for names, data in anchor_files(_hashed(full, digests)):
                 digest = uploads.add(data)
-                objects.append(Shard(digest=digest, bytes=len(data), rank=0, tensors=names))
+                files.append(Shard(digest=digest, bytes=len(data), rank=0, tensors=names))
         self._pending = pending
         return PreparedPart(
             run=self.run,
             rank=self.rank,
             kind=kind,
-            codec=self._codec.name,
+            codec=CODEC if delta else None,
             writer=self._writer,
             base=self._base,
             tensors=tuple(tensors),
             shards=tuple(objects),
+            anchor=tuple(files),
             bytes_uploaded=uploads.bytes,
             objects_created=uploads.created,
             full_digests=digests,
@@ -291,63 +321,78 @@ class RankPublisher:
         Raises:
             IntegrityError: nothing is prepared, or another version was.
         """
-        if self._pending is None or published.version != self.next_version:
+        pending = self._pending
+        if pending is None or published.version != self.next_version:
             raise IntegrityError(
                 f"rank {self.rank} of run {self.run!r} has not prepared version "
                 f"{published.version}; its next is {self.next_version}"
             )
-        for name, change in self._pending.items():
-            if change.indices is None:
-                self._snapshot[name] = (self._starts[name], change.values)
+        for name, change in pending.changes.items():
+            held = self._snapshot[name]
+            if pending.kind == "anchor":
+                held.history.fill(0)
             else:
-                self._snapshot[name][1][change.indices] = change.values
+                advance(held.history, held.bits, change.indices, change.values)
+            held.bits[change.indices] = change.values
+        if pending.kind == "anchor":  # it names all ranges there are
+            kept = {n: held for n, held in self._snapshot.items() if n in pending.changes}
+            self._snapshot = kept
+        self._snapshot |= pending.fresh
         self._pending = None
         self._base = published.ref
+        self._chain_bytes += published.delta_bytes
+        if published.kind == "anchor":
+            self._anchor_bytes, self._chain_bytes = published.anchor_bytes, 0
 
     def abandon(self) -> None:
         """Forget what was prepared: its commit failed, or another rank did."""
         self._pending = None
 
-    def _check_snapshot(self, shards: Sequence[LocalShard]) -> None:
-        if not self._snapshot:
-            raise IntegrityError(
-                f"rank {self.rank} of run {self.run!r} holds no committed version to diff against; "
-                "publish an anchor first"
-            )
-        ranges = {s.name: (s.start, s.values.size) for s in shards if s.values.size}
-        held = {n: (start, bits.size) for n, (start, bits) in self._snapshot.items() if bits.size}
-        if ranges != held:
-            odd = sorted(n for n in ranges.keys() | held.keys() if ranges.get(n) != held.get(n))
-            raise IntegrityError(
-                f"rank {self.rank} holds other ranges than at the last version, of {odd[:3]}; "
-                "publish an anchor"
-            )
-
     def _diff(
-        self, shards: Sequence[LocalShard], encode: bool
-    ) -> tuple[dict[str, _Change], list[TensorPart], list[Record]]:
-        pending: dict[str, _Change] = {}
+        self, shards: Iterable[LocalShard], kind: Kind
+    ) -> tuple[_Pending, list[TensorPart], list[str]]:
+        """What changed, what this rank says of its tensors, and ranges unlike the snapshot's."""
+        pending = _Pending(kind, {}, {})
         tensors: list[TensorPart] = []
-        records: list[Record] = []
-        self._starts = {shard.name: shard.start for shard in shards}
         for shard in shards:
-            start, old = self._snapshot.get(shard.name, (-1, np.empty(0, shard.values.dtype)))
+            if shard.name in pending.changes or shard.name in pending.fresh:
+                raise ValueError(f"{shard.name} is named twice among the shards; one range each")
+            if not is_finite(shard.values, shard.dtype):
+                raise NotFiniteError(
+                    f"{shard.name} holds NaN or infinite weights; version {self.next_version} of "
+                    f"run {self.run!r} was not published, nothing changed"
+                )
+            held = self._snapshot.get(shard.name)
             count = shard.values.size
-            if start == shard.start and old.size == count and old.dtype == shard.values.dtype:
-                indices, values = changed(old, shard.values)
-                pending[shard.name] = _Change(indices, values)
-                count = indices.size
-                if encode and count:
-                    payload = self._codec.encode(old, indices, values)
-                    records.append(Record(shard.name, shard.start, old.size, payload))
+            if held is not None and held.place == (shard.start, count, shard.dtype):
+                change = changed(held.bits, shard.values)
+                pending.changes[shard.name] = change
+                count = change.indices.size
             else:  # copied: the caller may go on training in this memory
-                pending[shard.name] = _Change(None, shard.values.copy())
+                pending.fresh[shard.name] = _Held(
+                    shard.start, shard.dtype, shard.values.copy(), no_history(count)
+                )
             tensors.append(
                 TensorPart(
                     shard.name, shard.shape, shard.dtype, count, piece(shard.values, shard.start)
                 )
             )
-        return pending, tensors, records
+        odd = [name for name, held in pending.fresh.items() if held.bits.size]
+        odd += [
+            name
+            for name, held in self._snapshot.items()
+            if held.bits.size and name not in pending.changes and name not in pending.fresh
+        ]
+        return pending, tensors, sorted(odd)
+
+    def _encode(self, changes: Mapping[str, Change]) -> bytes:
+        moved = {name: change for name, change in changes.items() if change.indices.size}
+        held = self._snapshot
+        ranges = [
+            Range(name, held[name].start, held[name].dtype, held[name].bits, held[name].history)
+            for name in moved
+        ]
+        return pack_delta(ranges, list(moved.values()))
 
 
 class _Uploads:

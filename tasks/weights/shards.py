@@ -1,16 +1,15 @@
 """The two kinds of objects that hold weights: delta shards and anchor files.
 
-A delta shard holds what changed in one rank's ranges. Written format, version 1 (little-endian):
+A delta shard holds what changed in one rank's ranges. Written format, version 2 (little-endian):
 
     offset   size  content
-    0        4     b"KDS1": format and version
-    4        4     h, bytes of the header, uint32
-    8        h     UTF-8 JSON: {"codec": name, "records": [{"tensor", "start", "count", "offset",
-                   "bytes"}, ...]}, offsets from the end of the header, without holes
-    8 + h          the records' payloads, each by that codec for flat values
-                   [start, start + count) of that tensor
+    0        4     b"KDS2": format and version
+    4        4     h, bytes of the frame, uint32
+    8        h     one Zstandard frame: j, uint32; j bytes of UTF-8 JSON {"ranges": [[tensor, start,
+                   count], ...]}; then the codec's tables for these ranges
+    8 + h          the codec's blocks
 
-Ranges without a change have no record. An anchor file is a plain safetensors file in Hugging Face
+Ranges without a change are left out. An anchor file is a plain safetensors file in Hugging Face
 naming (metadata {"format": "pt"}), readable by safetensors alone: whole tensors, never a rank's
 rows, so that two trainers of any sizes write the same bytes and the store keeps them once.
 """
@@ -19,64 +18,62 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
+import zstandard
 from safetensors import SafetensorError, safe_open
 
 from tasks.errors import IntegrityError
+from tasks.weights import codec
 from tasks.weights.bits import Bits, dtype_name, to_bits
-from tasks.weights.codec import codec_named
+from tasks.weights.frames import unpacked
 
 ANCHOR_FILE_BYTES = 10**9  # of tensors in one anchor object; a larger tensor is alone in its file
-_MAGIC = b"KDS1"
+_MAGIC = b"KDS2"
 _PREFIX = struct.Struct("<4sI")
+_COUNT = struct.Struct("<I")
+_MAX_FRAME = 1 << 30  # of a shard's tables: what a damaged frame may make us allocate
 
 
 @dataclass(frozen=True)
-class Record:
-    """The coded changes of flat values [start, start + count) of a tensor."""
+class Place:
+    """Flat values [start, start + count) of a tensor."""
 
     tensor: str
     start: int
     count: int
-    payload: bytes | memoryview
 
 
-def pack_delta(codec: str, records: Iterable[Record]) -> bytes:
-    """The bytes of a delta shard."""
-    header: list[dict[str, Any]] = []
-    payloads: list[bytes | memoryview] = []
-    offset = 0
-    for record in records:
-        header.append(
-            {
-                "tensor": record.tensor,
-                "start": record.start,
-                "count": record.count,
-                "offset": offset,
-                "bytes": len(record.payload),
-            }
-        )
-        payloads.append(record.payload)
-        offset += len(record.payload)
-    text = json.dumps({"codec": codec, "records": header}, separators=(",", ":")).encode()
-    return b"".join([_PREFIX.pack(_MAGIC, len(text)), text, *payloads])
+@dataclass(frozen=True)
+class DeltaShard:
+    """A shard taken apart; `codec.decode(tables, blocks, ranges)` of its places is the rest."""
+
+    places: tuple[Place, ...]
+    tables: bytes
+    blocks: memoryview
 
 
-def unpack_delta(data: bytes, codec: str, sizes: Mapping[str, int]) -> list[Record]:
-    """The records of a delta shard, their payloads as views into `data`.
+def pack_delta(ranges: Sequence[codec.Range], changes: Sequence[codec.Change]) -> bytes:
+    """The bytes of a delta shard; see `codec.encode`."""
+    tables, blocks = codec.encode(ranges, changes)
+    places = [[one.tensor, one.start, one.old.size] for one in ranges]
+    text = json.dumps({"ranges": places}, separators=(",", ":")).encode()
+    frame = zstandard.ZstdCompressor(level=15).compress(_COUNT.pack(len(text)) + text + tables)
+    return b"".join([_PREFIX.pack(_MAGIC, len(frame)), frame, blocks])
+
+
+def unpack_delta(data: bytes, sizes: Mapping[str, int]) -> DeltaShard:
+    """Takes a delta shard apart.
 
     Args:
-        codec: what the manifest names.
         sizes: number of values of each tensor of the manifest.
 
     Raises:
-        IntegrityError: not a delta shard, another codec, or records that do not fit the tensors.
+        IntegrityError: not a delta shard, or ranges that do not fit the tensors.
     """
     if len(data) < _PREFIX.size:
         raise IntegrityError(f"a delta shard of {len(data)} bytes has no header")
@@ -84,33 +81,25 @@ def unpack_delta(data: bytes, codec: str, sizes: Mapping[str, int]) -> list[Reco
     body = _PREFIX.size + length
     if magic != _MAGIC or body > len(data):
         raise IntegrityError(f"not a delta shard of a known version: it begins with {magic!r}")
-    view = memoryview(data)
-    records: list[Record] = []
+    content = unpacked(data[_PREFIX.size : body], _MAX_FRAME, "delta shard's tables")
     try:
-        header = json.loads(data[_PREFIX.size : body])
-        if header["codec"] != codec_named(codec).name:
-            raise IntegrityError(f"shard coded by {header['codec']!r}, its manifest says {codec!r}")
-        offset = body
-        for item in header["records"]:
-            start, count, size = _naturals(item, "start", "count", "bytes")
-            if item["offset"] != offset - body or offset + size > len(data):
-                raise IntegrityError(f"shard record of {item['tensor']} lies outside the shard")
-            if start + count > sizes[item["tensor"]]:
-                raise IntegrityError(f"shard record of {item['tensor']} lies outside the tensor")
-            records.append(Record(item["tensor"], start, count, view[offset : offset + size]))
-            offset += size
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise IntegrityError(f"delta shard header is not valid: {error!r}") from None
-    if offset != len(data):
-        raise IntegrityError(f"delta shard has {len(data) - offset} bytes after its last record")
-    return records
+        (size,) = _COUNT.unpack_from(content)
+        items = json.loads(content[_COUNT.size : _COUNT.size + size])["ranges"]
+        places = tuple(_place(item, sizes) for item in items)
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise IntegrityError(f"a delta shard's header is not valid: {error!r}") from None
+    return DeltaShard(places, content[_COUNT.size + size :], memoryview(data)[body:])
 
 
-def _naturals(item: Mapping[str, Any], *names: str) -> list[int]:
-    values = [item[name] for name in names]
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise IntegrityError(f"delta shard record {item} has a size that is not a natural number")
-    return values
+def _place(item: object, sizes: Mapping[str, int]) -> Place:
+    if not isinstance(item, list) or len(item) != 3:
+        raise IntegrityError(f"a delta shard's range {item!r} is not [tensor, start, count]")
+    tensor, start, count = item
+    if type(start) is not int or type(count) is not int or start < 0 or count < 0:
+        raise IntegrityError(f"a delta shard's range {item!r} is not of natural numbers")
+    if start + count > sizes[tensor]:
+        raise IntegrityError(f"a delta shard's range of {tensor} lies outside the tensor")
+    return Place(tensor, start, count)
 
 
 def anchor_files(

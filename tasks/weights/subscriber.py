@@ -1,18 +1,22 @@
-"""The reader's side: a verified shadow copy of a version in host memory.
+"""The reader's side: a host's verified shadow copy, and what each of its engines needs.
 
-`Subscriber.fetch` brings the shadow to a version: it follows manifests from the run's head,
-downloads and verifies every object, decodes, applies to the shadow, and compares every tensor that
-any step touched with the target's digest. Only then does it return an `Update` of absolute values,
-so an engine is never given a bit that was not verified, and giving it twice is harmless.
+`Subscriber.fetch` brings the shadow (`tasks.weights.shadow`, shared by the host's processes) to a
+version: it follows manifests from the run's head, downloads and verifies every object, decodes,
+applies to the shadow, and compares every tensor that any step touched with the target's digest.
+Only then does it return an `Update` of absolute values, so an engine is never given a bit that was
+not verified, and giving it twice is harmless. What another process of the host has done is not done
+again.
 
 Nothing in the store is trusted further than a head's links reach. A shadow that turns out unusable
 is rebuilt from the newest anchor within the same call; where the store itself is at fault, the call
-raises and the shadow holds nothing.
+raises and the shadow holds nothing, or what it held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,12 +27,14 @@ from tasks.errors import IntegrityError, StoreError
 from tasks.store import ObjectStore, object_key
 from tasks.weights.anchors import AnchorCache
 from tasks.weights.bits import Bits, DtypeName, numel
-from tasks.weights.codec import codec_named
+from tasks.weights.codec import Change, Range, decode, threads
 from tasks.weights.commit import load_manifest, read_ref
 from tasks.weights.digest import tensor_digest
-from tasks.weights.manifest import Manifest, ManifestRef
-from tasks.weights.shards import read_anchor, unpack_delta
-from tasks.weights.versions import HalfApplied, Holds, Nothing, Plan, Refusal, State, plan
+from tasks.weights.history import advance, no_history
+from tasks.weights.manifest import Manifest, ManifestRef, Shard, TensorState
+from tasks.weights.shadow import Shadow, remove_unused
+from tasks.weights.shards import DeltaShard, read_anchor, unpack_delta
+from tasks.weights.versions import Holds, Nothing, Plan, Refusal, State, plan
 
 _MANIFESTS_KEPT = 64
 
@@ -41,7 +47,7 @@ class TensorUpdate:
         shape, dtype: of the full checkpoint tensor.
         indices: flat positions, int64, strictly ascending, shape (k,); None: all of them.
         values: patterns, uint16 or uint32, shape (k,) or (numel,). A full tensor's are the
-            shadow's own memory: not to be written, and valid until the next `fetch`.
+            shadow's own memory: to be read inside `Subscriber.reading` alone, never written.
     """
 
     shape: tuple[int, ...]
@@ -79,24 +85,20 @@ class Update:
 
 
 class Subscriber:
-    """One host's (for now: one engine's) shadow copy. Not thread-safe: hold a lock around it.
-
-    Attributes:
-        shadow: name -> flat pattern of the full tensor; meaningful where `state` is `Holds`.
-    """
+    """One engine's way to its host's shadow. Not thread-safe: hold a lock around it."""
 
     def __init__(self, store: ObjectStore, cache_dir: str | Path) -> None:
         """
         Args:
-            cache_dir: folder for anchor files; may be shared with other processes and runs.
+            cache_dir: folder of this host for anchor files and shadows, shared by processes, runs
+                and engines.
         """
         self.store = store
-        self.shadow: dict[str, Bits] = {}
-        self.state: State = Nothing()
+        self._shadows = Path(cache_dir) / "shadows"
+        self._shadow: Shadow | None = None
         self._cache = AnchorCache(store, Path(cache_dir))
         self._manifests: dict[ManifestRef, Manifest] = {}
         self._delta_bytes = 0
-        self._last: Update | None = None
 
     @property
     def anchor_loads(self) -> int:
@@ -105,8 +107,24 @@ class Subscriber:
 
     @property
     def bytes_downloaded(self) -> int:
-        """Bytes of anchors and deltas downloaded; manifests do not count."""
+        """Bytes of anchors and deltas downloaded here; manifests do not count."""
         return self._cache.bytes_downloaded + self._delta_bytes
+
+    @property
+    def state(self) -> State:
+        """What the shadow held when it was last looked at."""
+        return self._shadow.state if self._shadow else Nothing()
+
+    @property
+    def shadow(self) -> dict[str, Bits]:
+        """name -> flat pattern of the full tensor; see `reading`."""
+        return dict(self._shadow.weights) if self._shadow else {}
+
+    def close(self) -> None:
+        """Gives the shadow up; the next process that looks for unused ones removes it."""
+        if self._shadow is not None:
+            self._shadow.close()
+            self._shadow = None
 
     def newest(self, run: str) -> int | None:
         """The run's newest version, None where it has none: one small read.
@@ -122,31 +140,58 @@ class Subscriber:
 
         Args:
             engine: what the engine to be updated holds. None: it holds what the shadow holds now.
-                A delta is returned only where it fits that; else a full update.
+                A delta is returned only where every step from there is known; else a full update.
 
         Raises:
             IntegrityError: a manifest, link, object or digest is wrong. The shadow is whole (where
                 nothing had been applied) or holds nothing; the engine is untouched.
             StoreError: no such version, or the store failed.
         """
-        base = self.state
-        before = base if engine is None else engine
-        road = self._plan(run, version, base)
-        if road.steps:
-            self._last = None
-            self._last = self._travel(road, base)
-        target = Holds(run, road.target.ref())
-        if before == target:
-            return Update(road.target, "delta", before, {})
-        last = self._last
-        if last is not None and last.target == target and last.base in (before, Nothing()):
-            return last
-        return self._full(road.target)
+        shadow = self._shadow_of(run)
+        with shadow.locked(to_write=True):
+            before = shadow.state if engine is None else engine
+            road = self._plan(shadow, version, shadow.state)
+            if road.steps:
+                self._travel(shadow, road)
+            target = road.target
+            if before == Holds(run, target.ref()):
+                return Update(target, "delta", before, {})
+            if isinstance(before, Holds) and before.run == run:
+                moved = shadow.moved_since(before.ref)
+                if moved is not None:
+                    return Update(target, "delta", before, _merged(shadow, target, moved))
+            return _full(shadow, target)
 
-    def _plan(self, run: str, version: int, state: State) -> Plan:
-        found = plan(
-            run, state, read_ref(self.store, run), version, lambda ref: self._load(run, ref)
-        )
+    @contextlib.contextmanager
+    def reading(self, update: Update) -> Iterator[None]:
+        """Around the use of an update's values: what a full one shows must not move meanwhile.
+
+        Raises:
+            IntegrityError: the shadow has moved on since; fetch again.
+        """
+        if update.kind == "delta":
+            yield
+            return
+        shadow = self._shadow_of(update.run)
+        with shadow.locked(to_write=False):
+            if shadow.state != update.target:
+                raise IntegrityError(
+                    f"the shadow of run {update.run!r} has left version {update.version}; fetch "
+                    "again"
+                )
+            yield
+
+    def _shadow_of(self, run: str) -> Shadow:
+        if self._shadow is None or self._shadow.run != run:
+            self.close()
+            self._shadow = Shadow(self._shadows, run)
+            remove_unused(self._shadows)
+        return self._shadow
+
+    def _plan(self, shadow: Shadow, version: int, state: State) -> Plan:
+        run = shadow.run
+        head = read_ref(self.store, run)
+        found = plan(run, state, head, version, lambda ref: self._load(run, ref))
         if isinstance(found, Refusal):
             raise IntegrityError(found.reason) if found.broken else StoreError(found.reason)
         return found
@@ -160,123 +205,173 @@ class Subscriber:
             self._manifests[ref] = manifest
         return manifest
 
-    def _travel(self, road: Plan, base: State) -> Update:
+    def _travel(self, shadow: Shadow, road: Plan) -> None:
         try:
-            return self._take(road)
+            self._take(shadow, road)
         except IntegrityError:
             # A shadow whose memory went bad looks like a bad delta: an anchor tells them apart. A
             # shadow that is still whole was not touched: then the store is at fault.
-            if road.kind == "full" or self.state == base:
+            if road.kind == "full" or isinstance(shadow.state, Holds):
                 raise
-            return self._take(self._plan(road.target.run, road.target.version, Nothing()))
+            self._take(shadow, self._plan(shadow, road.target.version, Nothing()))
 
-    def _take(self, road: Plan) -> Update:
-        """Downloads and decodes everything that can be before the shadow is written."""
-        target, base = road.target, self.state
+    def _take(self, shadow: Shadow, road: Plan) -> None:
+        """Takes the steps; all downloads come before the first write."""
+        target = road.target
         sizes = {tensor.name: numel(tensor.shape) for tensor in target.tensors}
-        deltas = [m for m in road.steps if m.kind == "delta"]
-        payloads = [self._download(m) for m in deltas]
-        if road.kind == "full":
-            self._load_anchor(road.steps[0])
-        written: dict[str, list[Bits]] = {name: [] for name in sizes}
-        for manifest, shards in zip(deltas, payloads, strict=True):
-            for name, indices in self._apply(manifest, shards, sizes):
-                written[name].append(indices)
-        full = road.kind == "full"
-        for tensor in target.tensors:
-            if (full or written[tensor.name]) and (
-                tensor_digest(self.shadow[tensor.name]) != tensor.digest
-            ):
-                self.state = Nothing()
-                raise IntegrityError(
-                    f"run {target.run!r} version {target.version}: {tensor.name} does not have the "
-                    "digest its manifest names; the version was not applied to any engine"
-                )
-        self.state = Holds(target.run, target.ref())
-        if full:
-            return self._full(target)
-        tensors = {
-            tensor.name: self._merged(tensor.name, tensor.shape, tensor.dtype, written[tensor.name])
-            for tensor in target.tensors
-            if written[tensor.name]
-        }
-        return Update(target, "delta", base, tensors)
+        deltas = road.steps[1:] if road.kind == "full" else road.steps
+        files = (
+            self._cache.files([file.digest for file in road.steps[0].anchor])
+            if road.kind == "full"
+            else []
+        )
+        shards = [self._download(manifest, sizes) for manifest in deltas]
+        first: list[Change] | None = None
+        if road.kind == "delta":  # a delta that does not decode leaves the shadow whole
+            first = _decoded(shadow, deltas[0], shards[0])
+        with shadow.changing(Holds(shadow.run, target.ref())):
+            touched = set(sizes) if road.kind == "full" else set[str]()
+            if road.kind == "full":
+                _load_anchor(shadow, road.steps[0], files)
+            for manifest, parts in zip(deltas, shards, strict=True):
+                changes = first or _decoded(shadow, manifest, parts)
+                first = None
+                touched |= _apply(shadow, manifest, parts, changes)
+            _check_digests(shadow, target, touched)
 
-    def _download(self, manifest: Manifest) -> list[bytes]:
+    def _download(self, manifest: Manifest, sizes: Mapping[str, int]) -> list[DeltaShard]:
         """The shards of a delta, each verified against its digest."""
-        data = [self.store.get_object(shard.digest) for shard in manifest.shards]
-        for shard, content in zip(manifest.shards, data, strict=True):
-            self._delta_bytes += len(content)
-            if len(content) != shard.bytes:
+        if not manifest.shards:
+            return []
+        with ThreadPoolExecutor(min(16, len(manifest.shards))) as pool:
+            data = list(pool.map(self._object, manifest.shards))
+        return [unpack_delta(content, sizes) for content in data]
+
+    def _object(self, shard: Shard) -> bytes:
+        content = self.store.get_object(shard.digest)
+        self._delta_bytes += len(content)
+        if len(content) != shard.bytes:
+            raise IntegrityError(
+                f"object {object_key(shard.digest)} has {len(content)} bytes, its manifest says "
+                f"{shard.bytes}"
+            )
+        return content
+
+
+def _load_anchor(shadow: Shadow, manifest: Manifest, paths: Sequence[Path]) -> None:
+    """Replaces the shadow's content by an anchor's tensors."""
+    where = f"the anchor of run {manifest.run!r} version {manifest.version}"
+    shadow.lay_out(manifest)
+    missing = {tensor.name: tensor for tensor in manifest.tensors}
+    for path in paths:
+        for name, dtype, shape, bits in read_anchor(path):
+            expected = missing.pop(name, None)
+            if expected is None or (expected.dtype, expected.shape) != (dtype, shape):
                 raise IntegrityError(
-                    f"object {object_key(shard.digest)} has {len(content)} bytes, the manifest of "
-                    f"run {manifest.run!r} version {manifest.version} says {shard.bytes}"
+                    f"{where} holds {name} as {dtype}{list(shape)}, which is not what its manifest "
+                    "says"
                 )
-        return data
+            shadow.weights[name][:] = bits
+    if missing:
+        raise IntegrityError(f"{where} lacks {sorted(missing)[:5]}")
 
-    def _load_anchor(self, manifest: Manifest) -> None:
-        """Replaces the shadow by an anchor's tensors, in place where they fit."""
-        paths = [self._cache.file(shard.digest) for shard in manifest.shards]
-        states = {tensor.name: tensor for tensor in manifest.tensors}
-        self.state = HalfApplied(manifest.run, manifest.version)
-        fresh: dict[str, Bits] = {}
-        for shard, path in zip(manifest.shards, paths, strict=True):
-            for name, dtype, shape, bits in read_anchor(path):
-                expected = states.get(name)
-                if expected is None or (expected.dtype, expected.shape) != (dtype, shape):
-                    raise IntegrityError(
-                        f"anchor {shard.digest[:16]} holds {name} as {dtype}{list(shape)}, which "
-                        f"is not what version {manifest.version} of run {manifest.run!r} says"
-                    )
-                old = self.shadow.pop(name, None)  # so that two copies of one tensor is the most
-                if old is not None and old.size == bits.size and old.dtype == bits.dtype:
-                    old[:] = bits
-                    bits = old
-                fresh[name] = bits
-        if fresh.keys() != states.keys():
-            raise IntegrityError(
-                f"the anchor of run {manifest.run!r} version {manifest.version} lacks "
-                f"{sorted(states.keys() - fresh.keys())[:5]}"
-            )
-        self.shadow = fresh
 
-    def _apply(
-        self, manifest: Manifest, shards: list[bytes], sizes: Mapping[str, int]
-    ) -> list[tuple[str, Bits]]:
-        """Writes one delta into the shadow; (tensor, flat positions int64) of each record.
+def _ranges(shadow: Shadow, shard: DeltaShard, dtypes: Mapping[str, DtypeName]) -> list[Range]:
+    return [
+        Range(
+            place.tensor,
+            place.start,
+            dtypes[place.tensor],
+            shadow.weights[place.tensor][place.start : place.start + place.count],
+            shadow.history[place.tensor][place.start : place.start + place.count],
+        )
+        for place in shard.places
+    ]
 
-        Everything is decoded before anything is written: a payload that does not decode leaves
-        the shadow whole.
-        """
-        codec = codec_named(manifest.codec)
-        decoded: list[tuple[str, Bits, Bits]] = []
-        counts = dict.fromkeys(sizes, 0)
-        for data in shards:
-            for record in unpack_delta(data, manifest.codec, sizes):
-                old = self.shadow[record.tensor][record.start : record.start + record.count]
-                indices, values = codec.decode(record.payload, old)
-                decoded.append((record.tensor, indices.astype(np.int64) + record.start, values))
-                counts[record.tensor] += indices.size
-        wrong = [t.name for t in manifest.tensors if counts[t.name] != t.changed]
-        if wrong:
-            raise IntegrityError(
-                f"the shards of run {manifest.run!r} version {manifest.version} change another "
-                f"number of values than its manifest says, in {wrong[:5]}"
-            )
-        self.state = HalfApplied(manifest.run, manifest.version)
-        for name, indices, values in decoded:
-            self.shadow[name][indices] = values
-        return [(name, indices) for name, indices, _ in decoded]
 
-    def _merged(
-        self, name: str, shape: tuple[int, ...], dtype: DtypeName, written: list[Bits]
-    ) -> TensorUpdate:
-        indices = np.unique(np.concatenate(written))  # sorted; steps may touch a value twice
-        return TensorUpdate(shape, dtype, indices, self.shadow[name][indices])
+def _decoded(shadow: Shadow, manifest: Manifest, shards: Sequence[DeltaShard]) -> list[Change]:
+    """The changes of all places of all shards, in their order, against what the shadow holds."""
+    dtypes: dict[str, DtypeName] = {tensor.name: tensor.dtype for tensor in manifest.tensors}
+    counts = dict.fromkeys(dtypes, 0)
+    changes: list[Change] = []
+    for shard in shards:
+        found = decode(shard.tables, shard.blocks, _ranges(shadow, shard, dtypes))
+        for place, change in zip(shard.places, found, strict=True):
+            counts[place.tensor] += change.indices.size
+        changes += found
+    wrong = [t.name for t in manifest.tensors if counts[t.name] != t.changed]
+    if wrong:
+        raise IntegrityError(
+            f"the shards of run {manifest.run!r} version {manifest.version} change another "
+            f"number of values than its manifest says, in {wrong[:5]}"
+        )
+    return changes
 
-    def _full(self, manifest: Manifest) -> Update:
-        tensors = {
-            tensor.name: TensorUpdate(tensor.shape, tensor.dtype, None, self.shadow[tensor.name])
-            for tensor in manifest.tensors
-        }
-        return Update(manifest, "full", Nothing(), tensors)
+
+def _apply(
+    shadow: Shadow, manifest: Manifest, shards: Sequence[DeltaShard], changes: Sequence[Change]
+) -> set[str]:
+    """Writes one version's changes; the tensors it touched."""
+    pieces: dict[str, list[tuple[int, Change]]] = {}
+    places = [place for shard in shards for place in shard.places]
+    for place, change in zip(places, changes, strict=True):
+        pieces.setdefault(place.tensor, []).append((place.start, change))
+    moved = {name: _whole(found) for name, found in pieces.items()}
+
+    def write(name: str) -> None:
+        weights, history = shadow.weights[name], shadow.history[name]
+        change = moved.get(name) or Change(np.empty(0, np.int64), np.empty(0, weights.dtype))
+        if manifest.kind == "anchor":
+            history[:] = no_history(history.size)
+        else:
+            advance(history, weights, change.indices, change.values)
+        weights[change.indices] = change.values
+
+    with ThreadPoolExecutor(threads()) as pool:
+        list(pool.map(write, shadow.weights))
+    shadow.note_moved(manifest, {name: change.indices for name, change in moved.items()})
+    return set(moved)
+
+
+def _whole(pieces: list[tuple[int, Change]]) -> Change:
+    """The changes of a tensor, int64 positions, from those of its ranges."""
+    pieces.sort(key=lambda piece: piece[0])
+    return Change(
+        np.concatenate([change.indices.astype(np.int64) + start for start, change in pieces]),
+        np.concatenate([change.values for _, change in pieces]),
+    )
+
+
+def _check_digests(shadow: Shadow, target: Manifest, touched: set[str]) -> None:
+    """That every touched tensor is what the target's manifest says."""
+    states = [tensor for tensor in target.tensors if tensor.name in touched]
+    with ThreadPoolExecutor(threads()) as pool:
+        digests = list(pool.map(lambda t: tensor_digest(shadow.weights[t.name]), states))
+    wrong = [t.name for t, digest in zip(states, digests, strict=True) if t.digest != digest]
+    if wrong:
+        raise IntegrityError(
+            f"run {target.run!r} version {target.version}: {wrong[0]} ({len(wrong)} tensors in "
+            "all) does not have the digest its manifest names; the version was not applied to any "
+            "engine"
+        )
+
+
+def _merged(
+    shadow: Shadow, target: Manifest, moved: Mapping[str, Sequence[Bits]]
+) -> dict[str, TensorUpdate]:
+    """The values now at all positions that some step moved."""
+    found: dict[str, TensorUpdate] = {}
+    for tensor in target.tensors:
+        if steps := moved.get(tensor.name):
+            # Several steps may touch a value; each step's positions are sorted and distinct.
+            indices = steps[0] if len(steps) == 1 else np.unique(np.concatenate(steps))
+            values = shadow.weights[tensor.name][indices]
+            found[tensor.name] = TensorUpdate(tensor.shape, tensor.dtype, indices, values)
+    return found
+
+
+def _full(shadow: Shadow, manifest: Manifest) -> Update:
+    def whole(tensor: TensorState) -> TensorUpdate:
+        return TensorUpdate(tensor.shape, tensor.dtype, None, shadow.weights[tensor.name])
+
+    return Update(manifest, "full", Nothing(), {t.name: whole(t) for t in manifest.tensors})

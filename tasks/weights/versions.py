@@ -1,7 +1,7 @@
 """What a reader at one version needs to reach another: a pure state machine, no IO.
 
 A reader (the shadow copy on a host, or an engine) holds nothing, a whole version, or half of one.
-`plan` walks the manifests from the run's head down and answers with the shortest sound way up:
+`plan` walks the manifests from the run's head down and answers with the cheapest sound way up:
 deltas onto what is held, or the newest anchor not above the target and the deltas since. What is
 half applied counts as nothing: only an anchor mends it.
 """
@@ -42,19 +42,18 @@ State: TypeAlias = Nothing | HalfApplied | Holds
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps to take in order; an anchor can only be the first.
+    """The steps to take in order.
 
     Attributes:
         target: the manifest reached, with or without steps.
+        kind: "full": the first step is taken by its anchor, the others by their deltas. "delta":
+            all by their deltas.
         steps: () where the target is held already.
     """
 
     target: Manifest
+    kind: Literal["full", "delta"]
     steps: tuple[Manifest, ...]
-
-    @property
-    def kind(self) -> Literal["full", "delta"]:
-        return "full" if self.steps and self.steps[0].kind == "anchor" else "delta"
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,10 @@ def plan(
         )
     held = state.ref if isinstance(state, Holds) and state.run == run else None
     target: Manifest | None = None
-    steps: list[Manifest] = []
+    steps: list[Manifest] = []  # from the target down
+    full: Plan | None = None  # by the first anchor below the target
+    spent = 0  # bytes of the deltas in `steps`
+    dear = 0  # bytes of `full`
     child: Manifest | None = None
     link: ManifestRef | None = head
     try:
@@ -103,14 +105,25 @@ def plan(
                 target = manifest
             if target is not None:
                 if link == held:
-                    return Plan(target, tuple(reversed(steps)))
+                    return Plan(target, "delta", tuple(reversed(steps)))
                 steps.append(manifest)
-                if manifest.kind == "anchor":
-                    return Plan(target, tuple(reversed(steps)))
+                if full is None and manifest.kind == "anchor":
+                    full = Plan(target, "full", tuple(reversed(steps)))
+                    dear = spent + manifest.anchor_bytes
+                spent += manifest.delta_bytes
+                if full is not None and (
+                    # The deltas below the anchor are worth a look only towards what is held.
+                    held is None
+                    or held.version >= link.version
+                    or manifest.codec is None
+                    or spent > dear
+                ):
+                    return full
             child, link = manifest, manifest.parent
     except IntegrityError as error:
-        return Refusal(str(error), broken=True)
-    return Refusal(f"run {run!r} has no anchor at or below version {version}", broken=True)
+        # Damage below an anchor concerns nobody who can start from it.
+        return full or Refusal(str(error), broken=True)
+    return full or Refusal(f"run {run!r} has no anchor at or below version {version}", broken=True)
 
 
 def _check_link(run: str, link: ManifestRef, manifest: Manifest, child: Manifest | None) -> None:

@@ -88,8 +88,8 @@ class KindlingWeightTransferEngine(WeightTransferEngine[KindlingInitInfo, Kindli
         check_parameters(dict(self.model.named_parameters()))
         location = StoreLocation(init_info.endpoint, init_info.bucket)
         if self.subscriber is None or self.subscriber.store.location != location:
+            self._drop_subscriber()
             self.subscriber = Subscriber(ObjectStore(location), init_info.cache_dir)
-            self._pending = None
 
     def prefetch(self, run: str, version: int) -> Update:
         """Download and verify a version; the engine is not touched. Any thread may call it.
@@ -137,10 +137,11 @@ class KindlingWeightTransferEngine(WeightTransferEngine[KindlingInitInfo, Kindli
             parameters = dict(self.model.named_parameters())
             self._learn(update.manifest)
             assert self._map is not None
-            if update.tensors:
-                self.state = HalfApplied(run, version)
-                self._map.scatter(update, parameters)
-            self.state = update.target
+            with subscriber.reading(update):
+                if update.tensors:
+                    self.state = HalfApplied(run, version)
+                    self._map.scatter(update, parameters)
+                self.state = update.target
 
     def finish_weight_update(self) -> None:
         """
@@ -165,8 +166,7 @@ class KindlingWeightTransferEngine(WeightTransferEngine[KindlingInitInfo, Kindli
 
     def shutdown(self) -> None:
         """Drop the shadow copy; the model keeps its weights."""
-        self.subscriber = None
-        self._pending = None
+        self._drop_subscriber()
 
     def _subscriber(self) -> Subscriber:
         if self.subscriber is None:
@@ -179,3 +179,9 @@ class KindlingWeightTransferEngine(WeightTransferEngine[KindlingInitInfo, Kindli
         if self._map is None or dict(self._map.specs) != specs:
             complete = self.parallel_config.world_size == 1
             self._map = learn(self.model, list(specs.values()), complete=complete)
+
+    def _drop_subscriber(self) -> None:
+        if self.subscriber is not None:
+            self.subscriber.close()
+        self.subscriber = None
+        self._pending = None

@@ -1,0 +1,440 @@
+"""The inner loops of the delta codec: integers only, so that every machine writes the same bytes.
+
+`tasks.weights.codec` says what they compute and why. They are compiled by numba on first use (kept
+in its cache folder) and run without the GIL: blocks are coded in parallel by threads. None checks
+what it is given, except that a decoder stays inside its buffers whatever the payload says.
+
+Fixed point. A *hazard* is -log2(1 - p) of a value's chance p of having changed, in units of 2**-24
+bit; a *survival* is 2**-hazard in units of 2**-31, from a table of 4,096 steps an octave with
+linear interpolation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+
+from tasks.weights.bits import Bits
+
+HAZARD_BITS = 24
+SURVIVAL_BITS = 31
+HORIZON = 8 << HAZARD_BITS  # a stretch less likely than 1/256 is coded as "none here", then left
+LEVELS = 202  # of hazard: 0 is "never", q > 0 is 8 * 2**((q - 1) / 8) units
+TOKEN_BITS = 14  # the frequencies of a class's tokens sum to 2**14
+DIRECT = 16  # distance codes below have a token of their own
+STEP = 12  # of the history byte, for one octave: three levels
+
+HAZARDS: Bits = np.array(
+    [0, *(math.floor(8 * 2 ** ((q - 1) / 8) + 0.5) for q in range(1, LEVELS))], np.int64
+)
+SURVIVALS: Bits = np.array(
+    [math.floor(2 ** (SURVIVAL_BITS - j / 4096) + 0.5) for j in range(4097)], np.int64
+)
+# Velocity of a level, and the smallest one that belongs to it, in 2**-10 units in the last place.
+VELOCITIES: Bits = np.array(
+    [0, *(math.floor(2 ** (10 + (level - 13) / 3) + 0.5) for level in range(1, 64))], np.int64
+)
+THRESHOLDS: Bits = np.array(
+    [0, *(math.floor(2 ** (10 + (level - 13.5) / 3) + 0.5) for level in range(1, 64))], np.int64
+)
+
+_ONE = 1 << SURVIVAL_BITS
+_FRACTION = (1 << HAZARD_BITS) - 1
+_LOW = np.uint64(1 << 31)  # the coder's state stays in [2**31, 2**63)
+_WORD = np.uint64(32)
+_jit: Any = numba.njit(nogil=True, cache=True)
+_inline: Any = numba.njit(nogil=True, cache=True, inline="always")
+
+# ------------------------------------------------------------------------------ probabilities
+
+
+@_jit
+def survival(hazard: int) -> int:
+    """2**31 * 2**(-hazard / 2**24), rounded down."""
+    fraction = hazard & _FRACTION
+    j = fraction >> 12
+    drop = (SURVIVALS[j] - SURVIVALS[j + 1]) * (fraction & 4095)
+    return (SURVIVALS[j] - (drop >> 12)) >> (hazard >> HAZARD_BITS)
+
+
+@_jit
+def first_hazard_below(limit: int) -> int:
+    """The smallest hazard whose survival is below `limit`, 1 <= limit <= 2**31."""
+    # The float only says where to look; integers decide.
+    hazard = int((SURVIVAL_BITS - math.log2(limit)) * (1 << HAZARD_BITS))
+    while survival(hazard) >= limit:
+        hazard += 1
+    while hazard > 0 and survival(hazard - 1) < limit:
+        hazard -= 1
+    return hazard
+
+
+@_inline
+def _row(old: Bits, history: Bits, at: int, shift: int) -> int:
+    """A value's position context: velocity level, whether it moved last, exponent."""
+    return (int(history[at] >> 1) << 8) | (int(old[at] >> shift) & 255)
+
+
+@_inline
+def _ordered(bits: int, sign: int) -> int:
+    """The rank of a pattern in the order of the floats: neighbours differ by one."""
+    if bits & sign:
+        return (sign << 1) - 1 - bits
+    return bits | sign
+
+
+@_inline
+def _unordered(rank: int, sign: int) -> int:
+    if rank & sign:
+        return rank ^ sign
+    return (sign << 1) - 1 - rank
+
+
+@_inline
+def _distance_code(old: int, new: int, sign: int, down: int) -> int:
+    """Distance in units in the last place, not 0, as a code: small and expected ones first."""
+    distance = _ordered(new, sign) - _ordered(old, sign)
+    if down:
+        distance = -distance
+    if distance > 0:
+        return 2 * distance - 2
+    return -2 * distance - 1
+
+
+@_inline
+def _token(code: int) -> tuple[int, int]:
+    """(token, raw bits that follow) of a distance code."""
+    if code < DIRECT:
+        return code, 0
+    top = 4
+    while code >> (top + 1):
+        top += 1
+    return DIRECT + (top - 4) * 4 + ((code >> (top - 2)) & 3), top - 2
+
+
+# ------------------------------------------------------------------------------ looking
+
+
+@_jit
+def find_changed(old: Bits, new: Bits) -> Bits:
+    """Positions whose bits differ, int32 ascending."""
+    count = 0
+    for i in range(old.size):
+        count += old[i] != new[i]
+    found = np.empty(count, np.int32)
+    at = 0
+    for start in range(0, old.size, 64):
+        stop = min(start + 64, old.size)
+        differ = False
+        for i in range(start, stop):
+            differ |= old[i] != new[i]
+        if differ:
+            for i in range(start, stop):
+                if old[i] != new[i]:
+                    found[at] = i
+                    at += 1
+    return found
+
+
+@_jit
+def count_rows(old: Bits, history: Bits, shift: int, every: int, counts: Bits) -> None:
+    """Adds `every` to the count of the context of each value of one run of 64 in every `every`."""
+    for start in range(0, old.size, 64 * every):
+        for i in range(start, min(start + 64, old.size)):
+            counts[_row(old, history, i, shift)] += every
+
+
+@_jit
+def count_changes(
+    old: Bits,
+    history: Bits,
+    indices: Bits,
+    values: Bits,
+    shift: int,
+    sign: int,
+    rows: Bits,
+    tokens: Bits,
+) -> None:
+    """Adds a range's changes to the counts: `rows` by position context, `tokens` [level << 8 |
+    exponent, token]."""
+    for j in range(indices.size):
+        i = indices[j]
+        row = _row(old, history, i, shift)
+        rows[row] += 1
+        code = _distance_code(int(old[i]), int(values[j]), sign, int(history[i]) & 1)
+        tokens[((row >> 9) << 8) | (row & 255), _token(code)[0]] += 1
+
+
+@_jit
+def advance(history: Bits, old: Bits, indices: Bits, values: Bits, sign: int) -> None:
+    """The history after a step, in place: velocity <- (velocity + distance) / 2 for every value."""
+    moved = np.empty(indices.size, np.uint8)
+    for j in range(indices.size):
+        i = indices[j]
+        velocity = VELOCITIES[history[i] >> 2]
+        if history[i] & 1:
+            velocity = -velocity
+        distance = _ordered(int(values[j]), sign) - _ordered(int(old[i]), sign)
+        velocity += distance << 10
+        down = 0
+        if velocity < 0:
+            velocity, down = -velocity, 1
+        velocity >>= 1
+        low, high = 0, 63
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if velocity >= THRESHOLDS[middle]:
+                low = middle
+            else:
+                high = middle - 1
+        moved[j] = (low << 2) | 2 | (down if low else 0)
+    for i in range(history.size):
+        history[i] = max(history[i] & 0xFD, STEP) - STEP
+    for j in range(indices.size):
+        history[indices[j]] = moved[j]
+
+
+# ------------------------------------------------------------------------------ coding
+
+
+@_jit
+def emit(
+    old: Bits,
+    history: Bits,
+    indices: Bits,
+    values: Bits,
+    shift: int,
+    sign: int,
+    hazards: Bits,
+    classes: Bits,
+    lows: Bits,
+    freqs: Bits,
+    events: Bits,
+    count: int,
+) -> int:
+    """Appends the events of one segment; how many there are then, or -1 where they do not fit.
+
+    Args:
+        indices: positions inside the segment, ascending; each has a hazard above 0.
+        hazards: int64 by position context. classes: by level << 8 | exponent.
+        lows, freqs: of the tokens, [class, token].
+        events: uint32 [n, 3], each (low, frequency, bits of the total).
+    """
+    at = 0
+    for j in range(indices.size):
+        target = indices[j]
+        acc = 0
+        while True:
+            if count + 4 > events.shape[0]:
+                return -1
+            while at + 8 <= target:
+                total = 0
+                for i in range(at, at + 8):
+                    total += hazards[_row(old, history, i, shift)]
+                if acc + total >= HORIZON:
+                    break
+                acc += total
+                at += 8
+            before = acc
+            row = _row(old, history, at, shift)
+            acc += hazards[row]
+            at += 1
+            if at > target:
+                break
+            if acc >= HORIZON:
+                events[count, 0] = _ONE - survival(acc)
+                events[count, 1] = survival(acc)
+                events[count, 2] = SURVIVAL_BITS
+                count += 1
+                acc = 0
+        events[count, 0] = _ONE - survival(before)
+        events[count, 1] = survival(before) - survival(acc)
+        events[count, 2] = SURVIVAL_BITS
+        code = _distance_code(int(old[target]), int(values[j]), sign, int(history[target]) & 1)
+        token, raw = _token(code)
+        kind = classes[((row >> 9) << 8) | (row & 255)]
+        events[count + 1, 0] = lows[kind, token]
+        events[count + 1, 1] = freqs[kind, token]
+        events[count + 1, 2] = TOKEN_BITS
+        count += 2
+        if raw:
+            events[count, 0] = code & ((1 << raw) - 1)
+            events[count, 1] = 1
+            events[count, 2] = raw
+            count += 1
+    return count
+
+
+@_jit
+def pack(events: Bits, count: int) -> Bits:
+    """The block of these events, uint32 words: the coder's state (low word first), then what it
+    gave off, in the order the decoder takes it."""
+    words = np.empty(count + 2, np.uint32)
+    at = words.size
+    state = _LOW
+    for number in range(count - 1, -1, -1):
+        low = np.uint64(events[number, 0])
+        frequency = np.uint64(events[number, 1])
+        bits = np.uint64(events[number, 2])
+        # frequency << (63 - bits) overflows nothing: frequency <= 2**bits.
+        if state >= frequency << (np.uint64(63) - bits):
+            at -= 1
+            words[at] = np.uint32(state & np.uint64(0xFFFFFFFF))
+            state >>= _WORD
+        state = ((state // frequency) << bits) + state % frequency + low
+    at -= 1
+    words[at] = np.uint32(state >> _WORD)
+    at -= 1
+    words[at] = np.uint32(state & np.uint64(0xFFFFFFFF))
+    return words[at:].copy()
+
+
+@_inline
+def _take(coder: Bits, words: Bits, low: int, frequency: int, bits: int) -> None:
+    """Moves the coder past an event; coder is uint64 (state, next word, error)."""
+    mask = (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
+    state = coder[0]
+    state = np.uint64(frequency) * (state >> np.uint64(bits)) + (state & mask) - np.uint64(low)
+    if state < _LOW:
+        if coder[1] < np.uint64(words.size):
+            state = (state << _WORD) | np.uint64(words[int(coder[1])])
+            coder[1] += np.uint64(1)
+        else:
+            coder[2] = np.uint64(1)
+    coder[0] = state
+
+
+@_inline
+def _slot(coder: Bits, bits: int) -> int:
+    return int(coder[0] & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)))
+
+
+@_jit
+def unpack(
+    words: Bits,
+    coder: Bits,
+    old: Bits,
+    history: Bits,
+    shift: int,
+    sign: int,
+    hazards: Bits,
+    classes: Bits,
+    lows: Bits,
+    freqs: Bits,
+    indices: Bits,
+    values: Bits,
+) -> bool:
+    """Decodes one segment into `indices` (int32) and `values`; whether it made sense.
+
+    Args:
+        coder: uint64 (state, next word, 0), carried from segment to segment of a block.
+    """
+    at = 0
+    for j in range(indices.size):
+        acc = 0
+        while True:  # events until a change
+            limit = _ONE - _slot(coder, SURVIVAL_BITS)
+            found = first_hazard_below(limit)
+            stop = min(found, HORIZON)
+            before = acc
+            while True:  # values until the event
+                while at + 8 <= old.size:
+                    total = 0
+                    for i in range(at, at + 8):
+                        total += hazards[_row(old, history, i, shift)]
+                    if acc + total >= stop:
+                        break
+                    acc += total
+                    at += 8
+                if at >= old.size:
+                    return False
+                before = acc
+                row = _row(old, history, at, shift)
+                acc += hazards[row]
+                at += 1
+                if acc >= stop:
+                    break
+            if acc >= found:
+                break
+            _take(coder, words, _ONE - survival(acc), survival(acc), SURVIVAL_BITS)
+            acc = 0
+            if coder[2]:
+                return False
+        _take(
+            coder, words, _ONE - survival(before), survival(before) - survival(acc), SURVIVAL_BITS
+        )
+        kind = classes[((row >> 9) << 8) | (row & 255)]
+        slot = _slot(coder, TOKEN_BITS)
+        token = 0
+        while lows[kind, token] + freqs[kind, token] <= slot:
+            token += 1
+        _take(coder, words, lows[kind, token], freqs[kind, token], TOKEN_BITS)
+        code = token
+        if token >= DIRECT:
+            top = 4 + (token - DIRECT) // 4
+            raw = top - 2
+            rest = _slot(coder, raw)
+            _take(coder, words, rest, 1, raw)
+            code = ((4 | ((token - DIRECT) & 3)) << raw) | rest
+        if coder[2]:
+            return False
+        i = at - 1
+        distance = (code >> 1) + 1
+        if (code & 1) != (history[i] & 1):
+            distance = -distance
+        rank = _ordered(int(old[i]), sign) + distance
+        if rank < 0 or rank >= sign << 1:
+            return False
+        indices[j] = i
+        values[j] = _unordered(rank, sign)
+    return True
+
+
+# ------------------------------------------------------------------------------ fitting
+
+
+@_jit
+def _cost(histogram: Bits, price: float) -> float:
+    """Bits of coding what a histogram counts with a table of it, and of writing the table."""
+    total = 0.0
+    bits = price
+    for count in histogram:
+        total += count
+    for count in histogram:
+        if count:
+            bits += count * math.log2(total / count) + price
+    return bits
+
+
+@_jit
+def merge_neighbours(histograms: Bits, price: float) -> Bits:
+    """Groups neighbouring histograms [m, symbols] while that makes the whole shorter.
+
+    Returns the first row of each row's group, int64 [m]. Greedy: the best pair first. `price`: bits
+    that one entry of a table costs.
+    """
+    m = histograms.shape[0]
+    sums = histograms.astype(np.float64)
+    first = np.arange(m)
+    starts = list(range(m))
+    costs = [_cost(sums[i], price) for i in range(m)]
+    while len(starts) > 1:
+        best, at = 0.0, -1
+        for i in range(len(starts) - 1):
+            joint = _cost(sums[starts[i]] + sums[starts[i + 1]], price)
+            gain = costs[i] + costs[i + 1] - joint
+            if gain > best:
+                best, at = gain, i
+        if at < 0:
+            break
+        sums[starts[at]] += sums[starts[at + 1]]
+        costs[at] = _cost(sums[starts[at]], price)
+        for i in range(m):
+            if first[i] == starts[at + 1]:
+                first[i] = starts[at]
+        starts.pop(at + 1)
+        costs.pop(at + 1)
+    return first
