@@ -138,9 +138,11 @@ def test_survival_falls_with_every_step() -> None:
         assert kernels.survival(start) > kernels.survival(start + smallest)
     largest = kernels.HORIZON + int(kernels.HAZARDS[-1])
     assert kernels.survival(largest) > 0
-    for limit in (1 << 31, (1 << 31) - 1, 1 << 23, 12345, 2, 1):
-        found = kernels.first_hazard_below(limit)
-        assert kernels.survival(found) < limit <= kernels.survival(found - 1)
+    limits = [1 << 31, (1 << 31) - 1, 1 << 23, *rng.integers(1 << 23, 1 << 31, 20_000).tolist()]
+    for limit in limits:  # where the decoder begins to look is before the end of the event, not far
+        start = kernels._before_survival(limit)
+        assert start < 0 or kernels.survival(start) >= limit
+        assert kernels.survival(start + 40) < limit
 
 
 @settings(deadline=None)

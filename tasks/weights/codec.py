@@ -88,7 +88,8 @@ _ROWS = 128 * 256
 _CONTEXTS = 64 * 256
 _TOKENS = {2: 68, 4: 136}
 _HEAD = np.dtype([("version", "u1"), ("dtype", "u1"), ("classes", "<u2")])
-_EVERY = 8  # one run of 64 values in this many is counted in large ranges
+# In large ranges one run of 64 values in so many is counted: of values with, without a history.
+_COUNTED = (4, 64)
 _POSITION_PRICE, _TOKEN_PRICE = 6.0, 5.0  # bits a table entry takes after compression, about
 
 
@@ -140,7 +141,7 @@ class _Model:
 
     def hazards(self, scale: int) -> Bits:
         scaled = np.clip(self.levels.astype(np.int64) + scale, 1, kernels.LEVELS - 1)
-        return np.where(self.levels == 0, 0, kernels.HAZARDS[scaled])
+        return np.where(self.levels == 0, 0, kernels.HAZARDS[scaled]).astype(np.int32)
 
     def frequencies(self) -> tuple[Bits, Bits]:
         """(lows, frequencies), int64 [n, T]."""
@@ -157,7 +158,16 @@ def changed(old: Bits, new: Bits) -> Change:
     """
     if old.size > MAX_RANGE:
         raise PolicyError(f"a range of {old.size} values is too long; split it at {MAX_RANGE}")
-    indices = kernels.find_changed(old, new)
+
+    def find(low: int) -> Bits:
+        part = slice(low, low + BLOCK_VALUES)
+        found = np.empty(old[part].size, np.int32)
+        count = kernels.find_changed(old[part], new[part], found)
+        return found[:count] + np.int32(low)
+
+    with ThreadPoolExecutor(threads()) as pool:
+        found = list(pool.map(find, range(0, max(1, old.size), BLOCK_VALUES)))
+    indices = np.concatenate(found)
     return Change(indices, new[indices])
 
 
@@ -261,7 +271,7 @@ def _encode_section(
     dtype: DtypeName, ranges: list[Range], changes: list[Change], pool: ThreadPoolExecutor
 ) -> tuple[bytes, list[bytes]]:
     cuts = _cuts(ranges)
-    every = _EVERY if sum(one.old.size for one in ranges) > BLOCK_VALUES else 1
+    every = _COUNTED if sum(one.old.size for one in ranges) > BLOCK_VALUES else (1, 1)
     blocks = list(
         pool.map(lambda block: [_segment(ranges, changes, cut, every) for cut in block], cuts)
     )
@@ -289,14 +299,16 @@ def _encode_section(
     return b"".join(written), [words.tobytes() for words in coded]
 
 
-def _segment(ranges: Sequence[Range], changes: Sequence[Change], cut: _Cut, every: int) -> _Segment:
+def _segment(
+    ranges: Sequence[Range], changes: Sequence[Change], cut: _Cut, every: tuple[int, int]
+) -> _Segment:
     one, change = ranges[cut.range], changes[cut.range]
     low, high = np.searchsorted(change.indices, (cut.low, cut.high))
     inside = Change(change.indices[low:high] - np.int32(cut.low), change.values[low:high])
     old, history = one.old[cut.low : cut.high], one.history[cut.low : cut.high]
     counts = np.zeros(_ROWS, np.int64)
     if inside.indices.size:  # nothing is coded where nothing changed
-        kernels.count_rows(old, history, _shift_sign(old)[0], every, counts)
+        kernels.count_rows(old, history, _shift_sign(old)[0], *every, counts)
     rows = np.flatnonzero(counts)
     return _Segment(old, history, inside, rows, counts[rows])
 
@@ -400,7 +412,7 @@ def _encode_block(
     block: Sequence[_Segment], scales: Sequence[int], model: _Model, tables: tuple[Bits, Bits]
 ) -> Bits:
     changes = sum(segment.change.indices.size for segment in block)
-    room = 3 * changes + changes // 2 + 64
+    room = 3 * changes + changes // 2 + 256
     while True:
         events = np.empty((room, 3), np.uint32)
         count = 0

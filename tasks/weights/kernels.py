@@ -41,6 +41,7 @@ THRESHOLDS: Bits = np.array(
     [0, *(math.floor(2 ** (10 + (level - 13.5) / 3) + 0.5) for level in range(1, 64))], np.int64
 )
 
+_CHUNK = 16  # values looked up at once; measured against 8, 32 and 64
 _ONE = 1 << SURVIVAL_BITS
 _FRACTION = (1 << HAZARD_BITS) - 1
 _LOW = np.uint64(1 << 31)  # the coder's state stays in [2**31, 2**63)
@@ -60,22 +61,42 @@ def survival(hazard: int) -> int:
     return (SURVIVALS[j] - (drop >> 12)) >> (hazard >> HAZARD_BITS)
 
 
-@_jit
-def first_hazard_below(limit: int) -> int:
-    """The smallest hazard whose survival is below `limit`, 1 <= limit <= 2**31."""
-    # The float only says where to look; integers decide.
-    hazard = int((SURVIVAL_BITS - math.log2(limit)) * (1 << HAZARD_BITS))
-    while survival(hazard) >= limit:
-        hazard += 1
-    while hazard > 0 and survival(hazard - 1) < limit:
-        hazard -= 1
-    return hazard
+@_inline
+def _before_survival(limit: int) -> int:
+    """A hazard whose survival is at least `limit`, just before it gets smaller, 1 <= limit <=
+    2**31."""
+    # Where to begin to look: the interpolation is off by less than a unit, and a unit at the
+    # horizon moves a survival by 1/3. Integers decide.
+    return int((SURVIVAL_BITS - math.log2(limit)) * (1 << HAZARD_BITS)) - 16
 
 
 @_inline
-def _row(old: Bits, history: Bits, at: int, shift: int) -> int:
-    """A value's position context: velocity level, whether it moved last, exponent."""
-    return (int(history[at] >> 1) << 8) | (int(old[at] >> shift) & 255)
+def _row(old: Bits, history: Bits, at: Any, shift: int) -> Any:
+    """A value's position context: velocity level, whether it moved last, exponent.
+
+    Unsigned, as all indices of the hot loops: numba would look for negative ones otherwise.
+    """
+    exponent = (np.uint64(old[at]) >> np.uint64(shift)) & np.uint64(255)
+    return ((np.uint64(history[at]) >> np.uint64(1)) << np.uint64(8)) | exponent
+
+
+@_inline
+def _look_up(
+    old: Bits, history: Bits, start: int, count: int, shift: int, hazards: Bits, chunk: Bits
+) -> int:
+    """The hazards of `count` values from `start` on, into `chunk`; their sum."""
+    total = 0
+    at = np.uint64(start)
+    if count < _CHUNK:
+        for k in range(count):
+            chunk[k] = hazards[_row(old, history, at + np.uint64(k), shift)]
+            total += chunk[k]
+        return total
+    for k in range(_CHUNK):  # a fixed number: the compiler unrolls it
+        chunk[k] = hazards[_row(old, history, at + np.uint64(k), shift)]
+    for k in range(_CHUNK):
+        total += chunk[k]
+    return total
 
 
 @_inline
@@ -119,32 +140,45 @@ def _token(code: int) -> tuple[int, int]:
 
 
 @_jit
-def find_changed(old: Bits, new: Bits) -> Bits:
-    """Positions whose bits differ, int32 ascending."""
+def find_changed(old: Bits, new: Bits, found: Bits) -> int:
+    """Writes the positions whose bits differ to `found`, int32 of the same size; how many."""
     count = 0
-    for i in range(old.size):
-        count += old[i] != new[i]
-    found = np.empty(count, np.int32)
-    at = 0
-    for start in range(0, old.size, 64):
-        stop = min(start + 64, old.size)
+    whole = old.size - old.size % _CHUNK
+    for start in range(0, whole, _CHUNK):
         differ = False
-        for i in range(start, stop):
+        for i in range(start, start + _CHUNK):
             differ |= old[i] != new[i]
         if differ:
-            for i in range(start, stop):
-                if old[i] != new[i]:
-                    found[at] = i
-                    at += 1
-    return found
+            for i in range(start, start + _CHUNK):
+                found[count] = i
+                count += old[i] != new[i]
+    for i in range(whole, old.size):
+        found[count] = i
+        count += old[i] != new[i]
+    return count
 
 
 @_jit
-def count_rows(old: Bits, history: Bits, shift: int, every: int, counts: Bits) -> None:
-    """Adds `every` to the count of the context of each value of one run of 64 in every `every`."""
-    for start in range(0, old.size, 64 * every):
-        for i in range(start, min(start + 64, old.size)):
-            counts[_row(old, history, i, shift)] += every
+def count_rows(
+    old: Bits, history: Bits, shift: int, moving_every: int, still_every: int, counts: Bits
+) -> None:
+    """Adds how many values lie in each context, estimated from runs of 64.
+
+    Contexts with a history hold few values each, so more runs are counted for them.
+
+    Args:
+        moving_every: one run in so many is counted for values with a history. still_every: for
+            those without; a multiple of it.
+    """
+    for start in range(0, old.size, 64 * moving_every):
+        stop = min(start + 64, old.size)
+        for i in range(start, stop):
+            if history[i] > 1:
+                counts[_row(old, history, np.uint64(i), shift)] += moving_every
+        if start % (64 * still_every) == 0:
+            for i in range(start, stop):
+                if history[i] <= 1:
+                    counts[_row(old, history, np.uint64(i), shift)] += still_every
 
 
 @_jit
@@ -162,7 +196,7 @@ def count_changes(
     exponent, token]."""
     for j in range(indices.size):
         i = indices[j]
-        row = _row(old, history, i, shift)
+        row = int(_row(old, history, np.uint64(i), shift))
         rows[row] += 1
         code = _distance_code(int(old[i]), int(values[j]), sign, int(history[i]) & 1)
         tokens[((row >> 9) << 8) | (row & 255), _token(code)[0]] += 1
@@ -223,48 +257,51 @@ def emit(
         lows, freqs: of the tokens, [class, token].
         events: uint32 [n, 3], each (low, frequency, bits of the total).
     """
-    at = 0
-    for j in range(indices.size):
-        target = indices[j]
-        acc = 0
-        while True:
-            if count + 4 > events.shape[0]:
-                return -1
-            while at + 8 <= target:
-                total = 0
-                for i in range(at, at + 8):
-                    total += hazards[_row(old, history, i, shift)]
-                if acc + total >= HORIZON:
-                    break
-                acc += total
-                at += 8
+    if not indices.size:
+        return count
+    chunk = np.empty(_CHUNK, np.int32)
+    j = acc = 0
+    target = int(indices[0])
+    for start in range(0, old.size, _CHUNK):
+        length = min(_CHUNK, old.size - start)
+        total = _look_up(old, history, start, length, shift, hazards, chunk)
+        if target >= start + length and acc + total < HORIZON:
+            acc += total
+            continue
+        if count + 3 * _CHUNK > events.shape[0]:
+            return -1
+        for k in range(length):
             before = acc
-            row = _row(old, history, at, shift)
-            acc += hazards[row]
-            at += 1
-            if at > target:
-                break
-            if acc >= HORIZON:
+            acc += chunk[k]
+            if start + k == target:
+                events[count, 0] = _ONE - survival(before)
+                events[count, 1] = survival(before) - survival(acc)
+                events[count, 2] = SURVIVAL_BITS
+                down = int(history[target]) & 1
+                code = _distance_code(int(old[target]), int(values[j]), sign, down)
+                token, raw = _token(code)
+                row = int(_row(old, history, np.uint64(target), shift))
+                kind = classes[((row >> 9) << 8) | (row & 255)]
+                events[count + 1, 0] = lows[kind, token]
+                events[count + 1, 1] = freqs[kind, token]
+                events[count + 1, 2] = TOKEN_BITS
+                count += 2
+                if raw:
+                    events[count, 0] = code & ((1 << raw) - 1)
+                    events[count, 1] = 1
+                    events[count, 2] = raw
+                    count += 1
+                acc = 0
+                j += 1
+                if j == indices.size:
+                    return count
+                target = int(indices[j])
+            elif acc >= HORIZON:
                 events[count, 0] = _ONE - survival(acc)
                 events[count, 1] = survival(acc)
                 events[count, 2] = SURVIVAL_BITS
                 count += 1
                 acc = 0
-        events[count, 0] = _ONE - survival(before)
-        events[count, 1] = survival(before) - survival(acc)
-        events[count, 2] = SURVIVAL_BITS
-        code = _distance_code(int(old[target]), int(values[j]), sign, int(history[target]) & 1)
-        token, raw = _token(code)
-        kind = classes[((row >> 9) << 8) | (row & 255)]
-        events[count + 1, 0] = lows[kind, token]
-        events[count + 1, 1] = freqs[kind, token]
-        events[count + 1, 2] = TOKEN_BITS
-        count += 2
-        if raw:
-            events[count, 0] = code & ((1 << raw) - 1)
-            events[count, 1] = 1
-            events[count, 2] = raw
-            count += 1
     return count
 
 
@@ -312,6 +349,22 @@ def _slot(coder: Bits, bits: int) -> int:
     return int(coder[0] & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)))
 
 
+@_inline
+def _take_code(coder: Bits, words: Bits, lows: Bits, freqs: Bits, kind: int) -> int:
+    """Reads a distance code."""
+    slot = _slot(coder, TOKEN_BITS)
+    token = 0
+    while lows[kind, token] + freqs[kind, token] <= slot:
+        token += 1
+    _take(coder, words, lows[kind, token], freqs[kind, token], TOKEN_BITS)
+    if token < DIRECT:
+        return token
+    raw = 2 + (token - DIRECT) // 4
+    rest = _slot(coder, raw)
+    _take(coder, words, rest, 1, raw)
+    return ((4 | ((token - DIRECT) & 3)) << raw) | rest
+
+
 @_jit
 def unpack(
     words: Bits,
@@ -332,65 +385,52 @@ def unpack(
     Args:
         coder: uint64 (state, next word, 0), carried from segment to segment of a block.
     """
-    at = 0
-    for j in range(indices.size):
-        acc = 0
-        while True:  # events until a change
-            limit = _ONE - _slot(coder, SURVIVAL_BITS)
-            found = first_hazard_below(limit)
-            stop = min(found, HORIZON)
+    if not indices.size:
+        return True
+    chunk = np.empty(_CHUNK, np.int32)
+    j = acc = 0
+    limit = _ONE - _slot(coder, SURVIVAL_BITS)
+    stop = min(_before_survival(limit), HORIZON)
+    for start in range(0, old.size, _CHUNK):
+        length = min(_CHUNK, old.size - start)
+        total = _look_up(old, history, start, length, shift, hazards, chunk)
+        if acc + total < stop:
+            acc += total
+            continue
+        for k in range(length):
             before = acc
-            while True:  # values until the event
-                while at + 8 <= old.size:
-                    total = 0
-                    for i in range(at, at + 8):
-                        total += hazards[_row(old, history, i, shift)]
-                    if acc + total >= stop:
-                        break
-                    acc += total
-                    at += 8
-                if at >= old.size:
+            acc += chunk[k]
+            if acc < stop or acc == before:
+                continue
+            left = survival(acc)
+            if left < limit:  # the event ends here: a change
+                until = survival(before)
+                _take(coder, words, _ONE - until, until - left, SURVIVAL_BITS)
+                i = start + k
+                row = int(_row(old, history, np.uint64(i), shift))
+                kind = classes[((row >> 9) << 8) | (row & 255)]
+                code = _take_code(coder, words, lows, freqs, kind)
+                distance = (code >> 1) + 1
+                if (code & 1) != (int(history[i]) & 1):
+                    distance = -distance
+                rank = _ordered(int(old[i]), sign) + distance
+                if coder[2] or rank < 0 or rank >= sign << 1:
                     return False
-                before = acc
-                row = _row(old, history, at, shift)
-                acc += hazards[row]
-                at += 1
-                if acc >= stop:
-                    break
-            if acc >= found:
-                break
-            _take(coder, words, _ONE - survival(acc), survival(acc), SURVIVAL_BITS)
+                indices[j] = i
+                values[j] = _unordered(rank, sign)
+                j += 1
+                if j == indices.size:
+                    return True
+            elif acc >= HORIZON:
+                _take(coder, words, _ONE - left, left, SURVIVAL_BITS)
+                if coder[2]:
+                    return False
+            else:
+                continue
             acc = 0
-            if coder[2]:
-                return False
-        _take(
-            coder, words, _ONE - survival(before), survival(before) - survival(acc), SURVIVAL_BITS
-        )
-        kind = classes[((row >> 9) << 8) | (row & 255)]
-        slot = _slot(coder, TOKEN_BITS)
-        token = 0
-        while lows[kind, token] + freqs[kind, token] <= slot:
-            token += 1
-        _take(coder, words, lows[kind, token], freqs[kind, token], TOKEN_BITS)
-        code = token
-        if token >= DIRECT:
-            top = 4 + (token - DIRECT) // 4
-            raw = top - 2
-            rest = _slot(coder, raw)
-            _take(coder, words, rest, 1, raw)
-            code = ((4 | ((token - DIRECT) & 3)) << raw) | rest
-        if coder[2]:
-            return False
-        i = at - 1
-        distance = (code >> 1) + 1
-        if (code & 1) != (history[i] & 1):
-            distance = -distance
-        rank = _ordered(int(old[i]), sign) + distance
-        if rank < 0 or rank >= sign << 1:
-            return False
-        indices[j] = i
-        values[j] = _unordered(rank, sign)
-    return True
+            limit = _ONE - _slot(coder, SURVIVAL_BITS)
+            stop = min(_before_survival(limit), HORIZON)
+    return False
 
 
 # ------------------------------------------------------------------------------ fitting
