@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tasks.errors import IntegrityError
-from tasks.weights import codec, kernels
+from tasks.weights import codec, kernels, model
 from tasks.weights.bits import Bits, to_bits
 from tasks.weights.codec import Change, Range, changed, decode, encode
 from tasks.weights.history import advance, no_history
@@ -124,7 +124,7 @@ def test_tables_are_the_exact_powers() -> None:
     assert kernels.THRESHOLDS[1:].tolist() == [
         reference.rounded_power(2**10, 2 * level - 27, 6) for level in range(1, 64)
     ]
-    assert codec._weight_values().tolist()[1:] == [
+    assert model._weight_values().tolist()[1:] == [
         reference.rounded_power(1, b, 8) for b in range(1, 256)
     ]
 

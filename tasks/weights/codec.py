@@ -65,61 +65,41 @@ mod 2**r lies in [low, low + frequency); x = frequency * (x >> r) + s - low; if 
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
 from tasks.errors import IntegrityError, PolicyError
 from tasks.weights import kernels
 from tasks.weights.bits import Bits, DtypeName
+from tasks.weights.model import (
+    CONTEXTS,
+    MAX_RANGE,
+    ROWS,
+    TOKENS,
+    Change,
+    Model,
+    Range,
+    Segment,
+    fit,
+    look_at,
+    scale_of,
+    shift_sign,
+    threads,
+)
+
+__all__ = ["CODEC", "CODECS", "Change", "Range", "changed", "decode", "encode", "threads"]
 
 CODEC = "velocity-rans"
 CODECS = (CODEC,)
 BLOCK_VALUES = 1 << 22
-MAX_RANGE = 2**31 - 1
 _VERSION = 1
 _DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
-_ROWS = 128 * 256
-_CONTEXTS = 64 * 256
-_TOKENS = {2: 68, 4: 136}
 _HEAD = np.dtype([("version", "u1"), ("dtype", "u1"), ("classes", "<u2")])
 # In large ranges one run of 64 values in so many is counted: of values with, without a history.
 _COUNTED = (4, 64)
-_POSITION_PRICE, _TOKEN_PRICE = 6.0, 5.0  # bits a table entry takes after compression, about
-
-
-@dataclass(frozen=True)
-class Range:
-    """What both sides know of flat values [start, start + old.size) of a tensor.
-
-    Attributes:
-        old: pattern, uint16 or uint32, shape (n,), n <= `MAX_RANGE`.
-        history: uint8, shape (n,).
-    """
-
-    tensor: str
-    start: int
-    dtype: DtypeName
-    old: Bits
-    history: Bits
-
-
-@dataclass(frozen=True)
-class Change:
-    """What changed in a range.
-
-    Attributes:
-        indices: positions relative to the range, int32, strictly ascending, shape (k,).
-        values: new patterns there, dtype of the range's `old`, shape (k,).
-    """
-
-    indices: Bits
-    values: Bits
 
 
 @dataclass(frozen=True)
@@ -129,25 +109,6 @@ class _Cut:
     range: int
     low: int
     high: int
-
-
-@dataclass(frozen=True)
-class _Model:
-    """A section's tables, as written."""
-
-    levels: Bits  # uint8 [R]
-    classes: Bits  # uint16 [C]
-    weights: Bits  # uint8 [n, T]
-
-    def hazards(self, scale: int) -> Bits:
-        scaled = np.clip(self.levels.astype(np.int64) + scale, 1, kernels.LEVELS - 1)
-        return np.where(self.levels == 0, 0, kernels.HAZARDS[scaled]).astype(np.int32)
-
-    def frequencies(self) -> tuple[Bits, Bits]:
-        """(lows, frequencies), int64 [n, T]."""
-        freqs = np.array([_frequencies(row) for row in self.weights], np.int64)
-        freqs = freqs.reshape(self.weights.shape)
-        return np.cumsum(freqs, 1) - freqs, freqs
 
 
 def changed(old: Bits, new: Bits) -> Change:
@@ -217,11 +178,6 @@ def decode(tables: bytes, blocks: bytes | memoryview, ranges: Sequence[Range]) -
     return [found[i] for i in range(len(ranges))]
 
 
-def threads() -> int:
-    """Threads to code with: what this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def _check(one: Range, change: Change) -> None:
     if one.old.size > MAX_RANGE:
         raise PolicyError(f"a range of {one.old.size} values is too long; split it at {MAX_RANGE}")
@@ -232,10 +188,6 @@ def _check(one: Range, change: Change) -> None:
         )
     if one.history.size != one.old.size or one.history.dtype != np.uint8:
         raise ValueError(f"{one.tensor}: the history is not one byte a value")
-
-
-def _shift_sign(old: Bits) -> tuple[int, int]:
-    return (7, 0x8000) if old.itemsize == 2 else (23, 0x80000000)
 
 
 def _cuts(ranges: Sequence[Range]) -> list[list[_Cut]]:
@@ -256,28 +208,22 @@ def _cuts(ranges: Sequence[Range]) -> list[list[_Cut]]:
 # ------------------------------------------------------------------------------ encoding
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """A segment with its changes and how many values lie in each position context, about."""
-
-    old: Bits
-    history: Bits
-    change: Change
-    rows: Bits  # which contexts
-    counts: Bits  # how many values there
-
-
 def _encode_section(
     dtype: DtypeName, ranges: list[Range], changes: list[Change], pool: ThreadPoolExecutor
 ) -> tuple[bytes, list[bytes]]:
     cuts = _cuts(ranges)
     every = _COUNTED if sum(one.old.size for one in ranges) > BLOCK_VALUES else (1, 1)
-    blocks = list(
-        pool.map(lambda block: [_segment(ranges, changes, cut, every) for cut in block], cuts)
-    )
+
+    def look(block: Sequence[_Cut]) -> list[Segment]:
+        return [
+            look_at(ranges[cut.range], changes[cut.range], cut.low, cut.high, every)
+            for cut in block
+        ]
+
+    blocks = list(pool.map(look, cuts))
     segments = [segment for block in blocks for segment in block]
-    model, chances = _fit(segments, pool)
-    scales = [_scale(segment, chances) for segment in segments]
+    model, chances = fit(segments, pool)
+    scales = [scale_of(segment, chances) for segment in segments]
     tables = model.frequencies()
     at = np.cumsum([0, *(len(block) for block in blocks)])
     coded = list(
@@ -299,117 +245,8 @@ def _encode_section(
     return b"".join(written), [words.tobytes() for words in coded]
 
 
-def _segment(
-    ranges: Sequence[Range], changes: Sequence[Change], cut: _Cut, every: tuple[int, int]
-) -> _Segment:
-    one, change = ranges[cut.range], changes[cut.range]
-    low, high = np.searchsorted(change.indices, (cut.low, cut.high))
-    inside = Change(change.indices[low:high] - np.int32(cut.low), change.values[low:high])
-    old, history = one.old[cut.low : cut.high], one.history[cut.low : cut.high]
-    counts = np.zeros(_ROWS, np.int64)
-    if inside.indices.size:  # nothing is coded where nothing changed
-        kernels.count_rows(old, history, _shift_sign(old)[0], *every, counts)
-    rows = np.flatnonzero(counts)
-    return _Segment(old, history, inside, rows, counts[rows])
-
-
-def _fit(segments: Sequence[_Segment], pool: ThreadPoolExecutor) -> tuple[_Model, Bits]:
-    """The tables for what is to be coded, and the chance of a change by position context."""
-    values = np.zeros(_ROWS, np.int64)
-    for segment in segments:
-        values[segment.rows] += segment.counts
-    hits, tokens = _count_changes(segments, pool)
-    chances, levels = _fit_positions(values, hits)
-    classes, weights = _fit_tokens(tokens)
-    return _Model(levels, classes, weights), chances
-
-
-def _count_changes(segments: Sequence[_Segment], pool: ThreadPoolExecutor) -> tuple[Bits, Bits]:
-    shift, sign = _shift_sign(segments[0].old)
-    width = _TOKENS[segments[0].old.itemsize]
-
-    def count(part: int) -> tuple[Bits, Bits]:
-        rows, tokens = np.zeros(_ROWS, np.int64), np.zeros((_CONTEXTS, width), np.int32)
-        for one in segments[part :: threads()]:
-            indices, values = one.change.indices, one.change.values
-            kernels.count_changes(one.old, one.history, indices, values, shift, sign, rows, tokens)
-        return rows, tokens
-
-    counted = list(pool.map(count, range(threads())))
-    return sum(rows for rows, _ in counted), sum(tokens for _, tokens in counted)  # type: ignore[return-value]
-
-
-def _fit_positions(values: Bits, hits: Bits) -> tuple[Bits, Bits]:
-    """(chance, hazard level) of every position context; exponents alike share theirs."""
-    chances, levels = np.zeros(_ROWS), np.zeros(_ROWS, np.uint8)
-    values = np.maximum(values, hits)  # counted on a sample
-    for start in range(0, _ROWS, 256):
-        used = start + np.flatnonzero(hits[start : start + 256])
-        if not used.size:
-            continue
-        pairs = np.stack([values[used] - hits[used], hits[used]], 1)
-        first = kernels.merge_neighbours(pairs, _POSITION_PRICE)
-        for group in np.unique(first):
-            rows = used[first == group]
-            chance = hits[rows].sum() / values[rows].sum()
-            chances[rows] = chance
-            # Never certain: the last value of a context may be one that did not change.
-            hazard = -math.log2(max(1 - chance, 2**-16)) * 2**kernels.HAZARD_BITS
-            level = 1 + round(8 * math.log2(max(hazard, 8.0) / 8))
-            levels[rows] = min(level, kernels.LEVELS - 1)
-    return chances, levels
-
-
-def _scale(segment: _Segment, chances: Bits) -> int:
-    """How much likelier changes are here than elsewhere in the same contexts, in 1/8 octaves."""
-    expected = float(segment.counts @ chances[segment.rows])
-    if not segment.change.indices.size or not expected:
-        return 0
-    return max(-64, min(64, round(8 * math.log2(segment.change.indices.size / expected))))
-
-
-def _fit_tokens(tokens: Bits) -> tuple[Bits, Bits]:
-    """(class of every distance context, weights of every class)."""
-    classes = np.zeros(_CONTEXTS, "<u2")
-    sums: list[Bits] = []
-    for start in range(0, _CONTEXTS, 256):
-        used = start + np.flatnonzero(tokens[start : start + 256].any(1))
-        if not used.size:
-            continue
-        first = kernels.merge_neighbours(tokens[used], _TOKEN_PRICE)
-        for group in np.unique(first):
-            rows = used[first == group]
-            classes[rows] = len(sums)
-            sums.append(tokens[rows].sum(0))
-    weights = np.zeros((len(sums), tokens.shape[1]), np.uint8)
-    for row, counts in enumerate(sums):
-        weights[row] = _weights(counts)
-    return classes, weights
-
-
-def _weights(counts: Bits) -> Bits:
-    """Weight bytes of token counts: the largest gets 112, which is 2**14."""
-    with np.errstate(divide="ignore"):
-        octaves = np.log2(counts / counts.max())
-    return np.where(counts == 0, 0, np.clip(np.rint(112 + 8 * octaves), 1, 112)).astype(np.uint8)
-
-
-@cache
-def _weight_values() -> Bits:
-    return np.array([0, *(math.floor(2 ** (b / 8) + 0.5) for b in range(1, 256))], np.int64)
-
-
-def _frequencies(weights: Bits) -> Bits:
-    values = _weight_values()[weights]
-    total = 1 << kernels.TOKEN_BITS
-    freqs = np.where(values > 0, np.maximum(1, values * total // max(1, int(values.sum()))), 0)
-    while (over := int(freqs.sum()) - total) != 0 and freqs.any():
-        freqs[int(freqs.argmax())] -= 1 if over > 0 else -1
-    return freqs
-
-
 def _encode_block(
-    block: Sequence[_Segment], scales: Sequence[int], model: _Model, tables: tuple[Bits, Bits]
+    block: Sequence[Segment], scales: Sequence[int], model: Model, tables: tuple[Bits, Bits]
 ) -> Bits:
     changes = sum(segment.change.indices.size for segment in block)
     room = 3 * changes + changes // 2 + 256
@@ -422,7 +259,7 @@ def _encode_block(
                 segment.history,
                 segment.change.indices,
                 segment.change.values,
-                *_shift_sign(segment.old),
+                *shift_sign(segment.old),
                 model.hazards(scale),
                 model.classes,
                 *tables,
@@ -458,11 +295,11 @@ def _decode_section(
             f"version {_VERSION} of {dtype}"
         )
     itemsize = ranges[0].old.itemsize
-    model = _Model(
-        reader.take(np.dtype("u1"), _ROWS),
-        reader.take(np.dtype("<u2"), _CONTEXTS),
-        reader.take(np.dtype("u1"), int(head["classes"]) * _TOKENS[itemsize]).reshape(
-            -1, _TOKENS[itemsize]
+    model = Model(
+        reader.take(np.dtype("u1"), ROWS),
+        reader.take(np.dtype("<u2"), CONTEXTS),
+        reader.take(np.dtype("u1"), int(head["classes"]) * TOKENS[itemsize]).reshape(
+            -1, TOKENS[itemsize]
         ),
     )
     counts = reader.take(np.dtype("<u4"), len(flat)).astype(np.int64)
@@ -486,7 +323,7 @@ def _decode_section(
     return list(_joined(ranges, flat, parts)), reader.at, int(ends[-1])
 
 
-def _check_tables(model: _Model, counts: Bits, cuts: Sequence[_Cut]) -> None:
+def _check_tables(model: Model, counts: Bits, cuts: Sequence[_Cut]) -> None:
     if any(int(count) > cut.high - cut.low for count, cut in zip(counts, cuts, strict=True)):
         raise IntegrityError("a delta says that more values changed than there are")
     if model.levels.max() >= kernels.LEVELS:
@@ -505,7 +342,7 @@ def _decode_block(
     cuts: Sequence[_Cut],
     counts: Bits,
     scales: Bits,
-    model: _Model,
+    model: Model,
     tables: tuple[Bits, Bits],
 ) -> list[Change]:
     if words.size < 2:
@@ -521,7 +358,7 @@ def _decode_block(
             coder,
             old,
             ranges[cut.range].history[cut.low : cut.high],
-            *_shift_sign(old),
+            *shift_sign(old),
             model.hazards(int(scale)),
             model.classes,
             *tables,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from tasks.errors import IntegrityError, StoreConflict, StoreError
 from tasks.store import ObjectStore
@@ -20,9 +19,7 @@ from tasks.weights.manifest import (
     head_key,
     manifest_key,
 )
-
-if TYPE_CHECKING:
-    from tasks.weights.publisher import PreparedPart
+from tasks.weights.parts import PreparedPart
 
 
 @dataclass(frozen=True)

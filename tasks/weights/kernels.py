@@ -71,7 +71,7 @@ def _before_survival(limit: int) -> int:
 
 
 @_inline
-def _row(old: Bits, history: Bits, at: Any, shift: int) -> Any:
+def row(old: Bits, history: Bits, at: Any, shift: int) -> Any:
     """A value's position context: velocity level, whether it moved last, exponent.
 
     Unsigned, as all indices of the hot loops: numba would look for negative ones otherwise.
@@ -89,11 +89,11 @@ def _look_up(
     at = np.uint64(start)
     if count < _CHUNK:
         for k in range(count):
-            chunk[k] = hazards[_row(old, history, at + np.uint64(k), shift)]
+            chunk[k] = hazards[row(old, history, at + np.uint64(k), shift)]
             total += chunk[k]
         return total
     for k in range(_CHUNK):  # a fixed number: the compiler unrolls it
-        chunk[k] = hazards[_row(old, history, at + np.uint64(k), shift)]
+        chunk[k] = hazards[row(old, history, at + np.uint64(k), shift)]
     for k in range(_CHUNK):
         total += chunk[k]
     return total
@@ -115,7 +115,7 @@ def _unordered(rank: int, sign: int) -> int:
 
 
 @_inline
-def _distance_code(old: int, new: int, sign: int, down: int) -> int:
+def distance_code(old: int, new: int, sign: int, down: int) -> int:
     """Distance in units in the last place, not 0, as a code: small and expected ones first."""
     distance = _ordered(new, sign) - _ordered(old, sign)
     if down:
@@ -126,7 +126,7 @@ def _distance_code(old: int, new: int, sign: int, down: int) -> int:
 
 
 @_inline
-def _token(code: int) -> tuple[int, int]:
+def token(code: int) -> tuple[int, int]:
     """(token, raw bits that follow) of a distance code."""
     if code < DIRECT:
         return code, 0
@@ -156,50 +156,6 @@ def find_changed(old: Bits, new: Bits, found: Bits) -> int:
         found[count] = i
         count += old[i] != new[i]
     return count
-
-
-@_jit
-def count_rows(
-    old: Bits, history: Bits, shift: int, moving_every: int, still_every: int, counts: Bits
-) -> None:
-    """Adds how many values lie in each context, estimated from runs of 64.
-
-    Contexts with a history hold few values each, so more runs are counted for them.
-
-    Args:
-        moving_every: one run in so many is counted for values with a history. still_every: for
-            those without; a multiple of it.
-    """
-    for start in range(0, old.size, 64 * moving_every):
-        stop = min(start + 64, old.size)
-        for i in range(start, stop):
-            if history[i] > 1:
-                counts[_row(old, history, np.uint64(i), shift)] += moving_every
-        if start % (64 * still_every) == 0:
-            for i in range(start, stop):
-                if history[i] <= 1:
-                    counts[_row(old, history, np.uint64(i), shift)] += still_every
-
-
-@_jit
-def count_changes(
-    old: Bits,
-    history: Bits,
-    indices: Bits,
-    values: Bits,
-    shift: int,
-    sign: int,
-    rows: Bits,
-    tokens: Bits,
-) -> None:
-    """Adds a range's changes to the counts: `rows` by position context, `tokens` [level << 8 |
-    exponent, token]."""
-    for j in range(indices.size):
-        i = indices[j]
-        row = int(_row(old, history, np.uint64(i), shift))
-        rows[row] += 1
-        code = _distance_code(int(old[i]), int(values[j]), sign, int(history[i]) & 1)
-        tokens[((row >> 9) << 8) | (row & 255), _token(code)[0]] += 1
 
 
 @_jit
@@ -278,12 +234,12 @@ def emit(
                 events[count, 1] = survival(before) - survival(acc)
                 events[count, 2] = SURVIVAL_BITS
                 down = int(history[target]) & 1
-                code = _distance_code(int(old[target]), int(values[j]), sign, down)
-                token, raw = _token(code)
-                row = int(_row(old, history, np.uint64(target), shift))
-                kind = classes[((row >> 9) << 8) | (row & 255)]
-                events[count + 1, 0] = lows[kind, token]
-                events[count + 1, 1] = freqs[kind, token]
+                code = distance_code(int(old[target]), int(values[j]), sign, down)
+                symbol, raw = token(code)
+                context = int(row(old, history, np.uint64(target), shift))
+                kind = classes[((context >> 9) << 8) | (context & 255)]
+                events[count + 1, 0] = lows[kind, symbol]
+                events[count + 1, 1] = freqs[kind, symbol]
                 events[count + 1, 2] = TOKEN_BITS
                 count += 2
                 if raw:
@@ -407,8 +363,8 @@ def unpack(
                 until = survival(before)
                 _take(coder, words, _ONE - until, until - left, SURVIVAL_BITS)
                 i = start + k
-                row = int(_row(old, history, np.uint64(i), shift))
-                kind = classes[((row >> 9) << 8) | (row & 255)]
+                context = int(row(old, history, np.uint64(i), shift))
+                kind = classes[((context >> 9) << 8) | (context & 255)]
                 code = _take_code(coder, words, lows, freqs, kind)
                 distance = (code >> 1) + 1
                 if (code & 1) != (int(history[i]) & 1):
@@ -431,50 +387,3 @@ def unpack(
             limit = _ONE - _slot(coder, SURVIVAL_BITS)
             stop = min(_before_survival(limit), HORIZON)
     return False
-
-
-# ------------------------------------------------------------------------------ fitting
-
-
-@_jit
-def _cost(histogram: Bits, price: float) -> float:
-    """Bits of coding what a histogram counts with a table of it, and of writing the table."""
-    total = 0.0
-    bits = price
-    for count in histogram:
-        total += count
-    for count in histogram:
-        if count:
-            bits += count * math.log2(total / count) + price
-    return bits
-
-
-@_jit
-def merge_neighbours(histograms: Bits, price: float) -> Bits:
-    """Groups neighbouring histograms [m, symbols] while that makes the whole shorter.
-
-    Returns the first row of each row's group, int64 [m]. Greedy: the best pair first. `price`: bits
-    that one entry of a table costs.
-    """
-    m = histograms.shape[0]
-    sums = histograms.astype(np.float64)
-    first = np.arange(m)
-    starts = list(range(m))
-    costs = [_cost(sums[i], price) for i in range(m)]
-    while len(starts) > 1:
-        best, at = 0.0, -1
-        for i in range(len(starts) - 1):
-            joint = _cost(sums[starts[i]] + sums[starts[i + 1]], price)
-            gain = costs[i] + costs[i + 1] - joint
-            if gain > best:
-                best, at = gain, i
-        if at < 0:
-            break
-        sums[starts[at]] += sums[starts[at + 1]]
-        costs[at] = _cost(sums[starts[at]], price)
-        for i in range(m):
-            if first[i] == starts[at + 1]:
-                first[i] = starts[at]
-        starts.pop(at + 1)
-        costs.pop(at + 1)
-    return first
