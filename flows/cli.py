@@ -8,13 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import typer
-from rich.console import Console
-
-from infra.local import prefect_api
+from infra.local import prefect_api, reported
 from infra.state import home_folder
 from tasks.config import TrainConfig, resolve
-from tasks.errors import ConfigError, KindlingError
+from tasks.errors import ConfigError
 
 
 def overrides_from(named: Mapping[str, Any], assignments: Sequence[str]) -> Any:
@@ -66,12 +63,9 @@ def run_flow(
     Our own errors end the command with exit code 1 and their message, without a traceback.
     """
     began = time.perf_counter()
-    try:
+    with reported():
         arguments = parameters()
         check(resolve(arguments["preset"], arguments["overrides"]))
         with prefect_api():
             result = flow(**arguments)
-    except KindlingError as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False)
-        raise typer.Exit(1) from None
     sys.stdout.write(result.line(label, time.perf_counter() - began) + "\n")

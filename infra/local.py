@@ -31,7 +31,7 @@ from infra.state import (
     write_record,
 )
 from tasks.cluster import Attached, Log
-from tasks.config import TrainConfig, resolve
+from tasks.config import ClusterConfig, TrainConfig, resolve
 from tasks.errors import ConfigError, KindlingError, ServiceError
 from tasks.store import ObjectStore, StoreLocation
 
@@ -82,8 +82,7 @@ def services(config: TrainConfig, home: Path | None = None) -> Iterator[Services
         api = record.prefect_api if record else None
         yield _checked(config, Services(store, cluster.scheduler, api, embedded=False))
     elif record is not None and cluster.store_endpoint is None:
-        store = StoreLocation(record.store_endpoint, cluster.store_bucket)
-        with environment(read_credentials(folder / "store").environment()):
+        with _standing_store(record, folder, cluster.store_bucket) as store:
             attached = Services(store, record.scheduler, record.prefect_api, embedded=False)
             yield _checked(config, attached)
     else:
@@ -100,6 +99,53 @@ def attached(config: TrainConfig, log: Log, home: Path | None = None) -> Iterato
     """
     with services(config, home) as found, connect(found.scheduler, config.cluster.wait_s) as client:
         yield Attached(client, found.store, home_folder(home) / "cache", log)
+
+
+@contextmanager
+def store_alone(
+    endpoint: str | None = None, bucket: str | None = None, home: Path | None = None
+) -> Iterator[ObjectStore]:
+    """The store, for those who only look at it; found as `services` finds it.
+
+    Args:
+        endpoint: of a store whose credentials are in the environment. None: the store of
+            `infra.local up`, else the folder's own, started for the duration.
+        bucket: None: the one that runs use where their preset names none.
+
+    Raises:
+        ConfigError: no services run, and the folder holds no store.
+        ServiceError: `up`'s services are partly dead, the folder is in use, or the store does not
+            start.
+        StoreError: the endpoint is no URL.
+    """
+    folder = home_folder(home)
+    name = bucket or ClusterConfig.model_fields["store_bucket"].default
+    record = None if endpoint else living_services(folder)
+    if endpoint:
+        yield ObjectStore(StoreLocation(endpoint, name))
+    elif record is not None:
+        with _standing_store(record, folder, name) as location:
+            yield ObjectStore(location)
+    elif (folder / "store" / "credentials.json").exists():
+        with (
+            _exclusive(folder) as lock,
+            ProcessGroup(folder / "logs", keep_open=[lock]) as group,
+        ):
+            location = start_store(group, folder / "store", name)
+            with environment(read_credentials(folder / "store").environment()):
+                yield ObjectStore(location)
+    else:
+        raise ConfigError(
+            f"no services run, and {folder} holds no store; expected the state folder of earlier "
+            "runs: set KINDLING_HOME, or name the store's --endpoint"
+        )
+
+
+@contextmanager
+def _standing_store(record: Record, home: Path, bucket: str) -> Iterator[StoreLocation]:
+    """The store that `up` started; its credentials are set while this lasts."""
+    with environment(read_credentials(home / "store").environment()):
+        yield StoreLocation(record.store_endpoint, bucket)
 
 
 @contextmanager
@@ -208,7 +254,7 @@ def start_all(config: TrainConfig, preset: str, home: Path) -> Record:
 def up(preset: Preset = "tiny", home: Home = None) -> None:
     """Start the services, unless they run already."""
     folder = home_folder(home)
-    with _reported():
+    with reported():
         record = living_services(folder)
         if record is not None:
             _console().print(f"already up, for preset {record.preset}")
@@ -224,7 +270,7 @@ def up(preset: Preset = "tiny", home: Home = None) -> None:
 def status(home: Home = None) -> None:
     """Show the services; exit code 1 unless all run."""
     folder = home_folder(home)
-    with _reported():
+    with reported():
         record = read_record(folder)
     if record is None:
         _console().print(f"nothing is up (no services.json in {folder})")
@@ -239,7 +285,7 @@ def status(home: Home = None) -> None:
 def down(home: Home = None) -> None:
     """Stop the services and everything they started."""
     folder = home_folder(home)
-    with _reported(), locked(folder, _STACK):
+    with reported(), locked(folder, _STACK):
         record = read_record(folder)
         if record is None:
             _console().print("nothing is up")
@@ -251,8 +297,8 @@ def down(home: Home = None) -> None:
 
 
 @contextmanager
-def _reported() -> Iterator[None]:
-    """Print our own errors without a traceback, and exit with code 1."""
+def reported() -> Iterator[None]:
+    """For command lines: prints our own errors without a traceback, and exits with code 1."""
     try:
         yield
     except KindlingError as error:

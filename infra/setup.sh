@@ -24,4 +24,6 @@ fi
 .venv/bin/python -m pip install --no-deps --quiet "${index[@]}" -r "$lock"
 # The project itself, so that its packages and its vLLM plug-in entry point are found anywhere.
 .venv/bin/python -m pip install --no-deps --no-build-isolation --quiet --editable .
+# Else the first step of the first run would wait for the compiler.
+.venv/bin/python -m tasks.weights compile
 echo "setup: .venv is ready ($(.venv/bin/python -c 'import torch; print("torch", torch.__version__)'))"

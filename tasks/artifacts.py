@@ -17,13 +17,16 @@ from prefect.artifacts import (
 
 from tasks.metrics import History
 from tasks.rollout.trajectory import GroupSummary, Trajectory, group_from_bytes
+from tasks.weights.look import cells, chained, row_of_published
 
 if TYPE_CHECKING:
     from tasks.inputs import Inputs
     from tasks.run import Run
     from tasks.store import ObjectStore
+    from tasks.weights.commit import Published
 
 SAMPLES = 5
+VERSIONS = 20
 
 
 def start_progress() -> Any:
@@ -61,6 +64,16 @@ def evaluation(
     create_markdown_artifact(
         f"# Five held-out trajectories at version {version}\n\n" + "\n\n---\n\n".join(pages),
         key="trajectories",
+    )
+
+
+def weights(name: str, published: Sequence[Published]) -> None:
+    """What the last versions weigh, as `python -m tasks.weights log` shows it."""
+    rows = chained([row_of_published(one) for one in published])[-VERSIONS:]
+    create_table_artifact(
+        [cells(row) for row in rows],
+        key="weights",
+        description=f"Run {name}, the last {len(rows)} published versions",
     )
 
 

@@ -30,7 +30,7 @@ from tasks.training.member import TrainerSpec
 from tasks.training.policy import resolve_model_dir
 from tasks.training.trainers import Trainers
 from tasks.weights.checkpoint import publish_checkpoint
-from tasks.weights.commit import read_ref
+from tasks.weights.commit import Published, existing_ref, known_runs
 
 # May differ between a run and its resumption: how long, how often, and on what machines.
 FREE_TO_CHANGE = {"cluster", "evaluation"}
@@ -46,6 +46,7 @@ class Run:
 
     Attributes:
         version: published last, and what is sampled next.
+        published: the versions this process saw published, oldest first; the first is an anchor.
         next_step: the first step that has not been trained.
     """
 
@@ -72,6 +73,7 @@ class Run:
         self.next_step = next_step
         self.resumed = resumed
         self.version = -1
+        self.published: list[Published] = []
         self.history = history or History()
         self.progress_id: Any = None
 
@@ -86,6 +88,11 @@ class Run:
     def due(self, every: int) -> bool:
         """Whether something done every so many steps is due after the step just trained."""
         return self.next_step == self.config.training.steps or self.next_step % every == 0
+
+    def note(self, published: Published) -> None:
+        """Takes notice of a version just published."""
+        self.version = published.version
+        self.published.append(published)
 
     def save_history(self) -> None:
         """Writes `metrics.jsonl` beside the run's other objects."""
@@ -205,21 +212,12 @@ def open_evaluation(
 
 
 def _existing(store: ObjectStore, run: str, version: int | None) -> int:
-    head = read_ref(store, run)
-    if head is None:
-        raise ConfigError(
-            f"run {run!r} has published nothing in this store; known: {_known(store)}"
-        )
+    head = existing_ref(store, run)
     if version is None:
         return head.version
     if not 0 <= version <= head.version:
         raise ConfigError(f"run {run!r} has versions 0 to {head.version}, not {version}")
     return version
-
-
-def _known(store: ObjectStore) -> str:
-    runs = sorted({key.split("/")[1] for key in store.list("runs/")})
-    return ", ".join(runs[-10:]) or "none"
 
 
 def _this_host(client: Client) -> str:
@@ -251,7 +249,7 @@ def _resumable(store: ObjectStore, name: str, config: TrainConfig) -> checkpoint
     if not store.exists(record_key(name)):
         raise ConfigError(
             f"run {name!r} does not exist in the store, so it cannot be resumed; known runs: "
-            f"{_known(store)}"
+            f"{known_runs(store)}"
         )
     then = json.loads(store.get(record_key(name)))["config"]
     now = config.model_dump(mode="json")

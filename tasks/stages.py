@@ -97,7 +97,7 @@ def prepare(run: Run) -> Released:
     if run.resumed is not None:
         run.trainers.restore(run.resumed)
     published = run.trainers.publish(run.next_step)
-    run.version = published.version
+    run.note(published)
     run.progress_id = artifacts.start_progress()
     run.log.info(
         "run %s: version %d published (%s, %s of %s bytes new)",
@@ -135,7 +135,7 @@ def publish(run: Run, updated: Updated) -> Released:
     """The gang publishes what it holds as the next version."""
     began = time.perf_counter()
     published = run.trainers.publish(updated.step)
-    run.version = published.version
+    run.note(published)
     run.next_step = updated.step + 1
     return Released(updated.step, published, time.perf_counter() - began)
 
@@ -150,6 +150,7 @@ def evaluate(run: Run, released: Released) -> Evaluation:
     run.save_history()
     run.log.info(made.line())
     artifacts.evaluation(run.name, run.inputs, run.store, run.history, sampled)
+    artifacts.weights(run.name, run.published)
     return made
 
 

@@ -325,4 +325,19 @@ def noop_update(
 
 def noop_publish(run: str, version: int) -> Published:
     ref = ManifestRef(version=version, manifest="0" * 64)
-    return Published(run, version, "delta", ref, 0, 0, 0, 0, 1, 0, 1)
+    return Published(
+        run=run,
+        version=version,
+        kind="delta",
+        codec="none",
+        ref=ref,
+        delta_bytes=0,
+        anchor_bytes=0,
+        manifest_bytes=0,
+        bytes_uploaded=0,
+        objects_created=0,
+        full_bytes=1,
+        changed=0,
+        total=1,
+        created="",
+    )

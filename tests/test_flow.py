@@ -19,6 +19,7 @@ from typing import Any, cast
 import pytest
 from distributed import Client
 from prefect.client.orchestration import get_client
+from typer.testing import CliRunner
 
 from flows.evaluate import Scores, evaluate
 from flows.train import Result, train
@@ -32,6 +33,7 @@ from tasks.errors import ConfigError
 from tasks.rollout.worker import Warm
 from tasks.store import ObjectStore, StoreLocation
 from tasks.warm import warm
+from tasks.weights.__main__ import app
 from tasks.weights.commit import load_manifest, read_ref
 from tasks.weights.digest import tensor_digest
 from tasks.weights.final import fetch_checkpoint
@@ -178,6 +180,15 @@ def test_engines_hold_what_the_trainers_published(
         assert found == wanted
 
 
+def test_a_run_s_versions_are_all_right(second: Result) -> None:
+    """As a user looks at them: in the store of the standing services."""
+    found = CliRunner().invoke(app, ["verify", second.run, "--json"])
+    assert found.exit_code == 0, found.output
+    rows = json.loads(found.stdout)["versions"]
+    assert [row["check"] for row in rows] == ["ok"] * 4
+    assert all(row["limit_bits"] > 0 for row in rows[1:])
+
+
 def test_the_final_checkpoint_loads_in_transformers(
     second: Result, store: ObjectStore, tmp_path: Path
 ) -> None:
@@ -205,7 +216,7 @@ def test_prefect_shows_the_run(second: Result) -> None:
     for step in range(3):
         assert {f"rollout-{step}", f"update-{step}", f"publish-{step}"} <= set(names)
     assert "evaluate-2" in names
-    assert {"progress", "metrics", "exact-match", "trajectories"} <= keys
+    assert {"progress", "metrics", "exact-match", "trajectories", "weights"} <= keys
 
 
 def _seed(run: Any) -> int | None:

@@ -303,7 +303,7 @@ def swap_shards(data: dict[str, bytes], manifest: Manifest) -> None:
     data[first], data[second] = data[second], data[first]
 
 
-def _rewrite(data: dict[str, bytes], manifest: Manifest, **changes: Any) -> None:
+def rewrite(data: dict[str, bytes], manifest: Manifest, **changes: Any) -> None:
     """Another manifest with a valid link from the head, as a faulty publisher would write it."""
     forged = Manifest.model_validate({**_fields(manifest), **changes})
     data[manifest_key(manifest.run, forged.ref())] = forged.to_bytes()
@@ -318,35 +318,35 @@ def _fields(manifest: Manifest) -> dict[str, Any]:
 def wrong_parent(data: dict[str, bytes], manifest: Manifest) -> None:
     assert manifest.parent
     parent = manifest.parent.model_copy(update={"manifest": "0" * 64})
-    _rewrite(data, manifest, parent=parent)
+    rewrite(data, manifest, parent=parent)
 
 
 def tensor_too_few(data: dict[str, bytes], manifest: Manifest) -> None:
-    _rewrite(data, manifest, tensors=manifest.tensors[:-1])
+    rewrite(data, manifest, tensors=manifest.tensors[:-1])
 
 
 def tensor_too_many(data: dict[str, bytes], manifest: Manifest) -> None:
     extra = manifest.tensors[0].model_copy(update={"name": "extra"})
-    _rewrite(data, manifest, tensors=(*manifest.tensors, extra))
+    rewrite(data, manifest, tensors=(*manifest.tensors, extra))
 
 
 def wrong_shape(data: dict[str, bytes], manifest: Manifest) -> None:
     first = manifest.tensors[0].model_copy(update={"shape": (48, 700)})
-    _rewrite(data, manifest, tensors=(first, *manifest.tensors[1:]))
+    rewrite(data, manifest, tensors=(first, *manifest.tensors[1:]))
 
 
 def wrong_digest(data: dict[str, bytes], manifest: Manifest) -> None:
     first = manifest.tensors[0].model_copy(update={"digest": "0" * 32})
-    _rewrite(data, manifest, tensors=(first, *manifest.tensors[1:]))
+    rewrite(data, manifest, tensors=(first, *manifest.tensors[1:]))
 
 
 def wrong_count(data: dict[str, bytes], manifest: Manifest) -> None:
     first = manifest.tensors[0].model_copy(update={"changed": manifest.tensors[0].changed + 1})
-    _rewrite(data, manifest, tensors=(first, *manifest.tensors[1:]))
+    rewrite(data, manifest, tensors=(first, *manifest.tensors[1:]))
 
 
 def one_shard_less(data: dict[str, bytes], manifest: Manifest) -> None:
-    _rewrite(data, manifest, shards=manifest.shards[:1])
+    rewrite(data, manifest, shards=manifest.shards[:1])
 
 
 def unknown_codec(data: dict[str, bytes], manifest: Manifest) -> None:

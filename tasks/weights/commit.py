@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from tasks.errors import IntegrityError, StoreConflict, StoreError
+from tasks.errors import ConfigError, IntegrityError, StoreConflict, StoreError
 from tasks.store import ObjectStore
 from tasks.weights.bits import DtypeName, numel
 from tasks.weights.digest import Piece, combine
@@ -27,25 +27,30 @@ class Published:
     """A committed version.
 
     Attributes:
+        codec: of the delta from the parent; None where there is no such delta.
         delta_bytes, anchor_bytes: sizes of the version's objects, whether or not the store had
             them.
         bytes_uploaded, objects_created: what really went up: 0 for a base anchor that another run
             has published already.
         full_bytes: the bytes of all weights.
         changed, total: values changed against the parent, of how many.
+        created: as in the manifest.
     """
 
     run: str
     version: int
     kind: str
+    codec: str | None
     ref: ManifestRef
     delta_bytes: int
     anchor_bytes: int
+    manifest_bytes: int
     bytes_uploaded: int
     objects_created: int
     full_bytes: int
     changed: int
     total: int
+    created: str
 
 
 def read_head(store: ObjectStore, run: str) -> tuple[Head, str] | None:
@@ -62,6 +67,26 @@ def read_ref(store: ObjectStore, run: str) -> ManifestRef | None:
     """The link to the run's newest version; None where it has none."""
     found = read_head(store, run)
     return None if found is None else found[0].ref
+
+
+def existing_ref(store: ObjectStore, run: str) -> ManifestRef:
+    """The link to the newest version of a run that somebody named.
+
+    Raises:
+        ConfigError: it has published nothing here; names runs of this store.
+    """
+    ref = read_ref(store, run)
+    if ref is None:
+        raise ConfigError(
+            f"run {run!r} has published nothing in this store; known: {known_runs(store)}"
+        )
+    return ref
+
+
+def known_runs(store: ObjectStore) -> str:
+    """The last runs of the store by name, for a message."""
+    runs = sorted({key.split("/")[1] for key in store.list("runs/")})
+    return ", ".join(runs[-10:]) or "none"
 
 
 def load_manifest(store: ObjectStore, run: str, ref: ManifestRef) -> Manifest:
@@ -223,12 +248,15 @@ def _published(manifest: Manifest, parts: Sequence[PreparedPart]) -> Published:
         run=manifest.run,
         version=manifest.version,
         kind=manifest.kind,
+        codec=manifest.codec,
         ref=manifest.ref(),
         delta_bytes=manifest.delta_bytes,
         anchor_bytes=manifest.anchor_bytes,
+        manifest_bytes=len(manifest.to_bytes()),
         bytes_uploaded=sum(part.bytes_uploaded for part in parts),
         objects_created=sum(part.objects_created for part in parts),
         full_bytes=manifest.full_bytes,
         changed=manifest.changed,
         total=manifest.values,
+        created=manifest.created,
     )

@@ -228,15 +228,17 @@ class Subscriber:
         shards = [self._download(manifest, sizes) for manifest in deltas]
         first: list[Change] | None = None
         if road.kind == "delta":  # a delta that does not decode leaves the shadow whole
-            first = _decoded(shadow, deltas[0], shards[0])
+            first = decoded(shadow, deltas[0], shards[0])
         with shadow.changing(Holds(shadow.run, target.ref())):
             touched = set(sizes) if road.kind == "full" else set[str]()
             if road.kind == "full":
                 _load_anchor(shadow, road.steps[0], files)
             for manifest, parts in zip(deltas, shards, strict=True):
-                changes = first or _decoded(shadow, manifest, parts)
+                changes = first or decoded(shadow, manifest, parts)
                 first = None
-                touched |= _apply(shadow, manifest, parts, changes)
+                moved = whole_changes(parts, changes)
+                apply_changes(shadow, manifest, moved)
+                touched |= set(moved)
             _check_digests(shadow, target, touched)
 
     def _download(self, manifest: Manifest, sizes: Mapping[str, int]) -> list[DeltaShard]:
@@ -289,8 +291,13 @@ def _ranges(shadow: Shadow, shard: DeltaShard, dtypes: Mapping[str, DtypeName]) 
     ]
 
 
-def _decoded(shadow: Shadow, manifest: Manifest, shards: Sequence[DeltaShard]) -> list[Change]:
-    """The changes of all places of all shards, in their order, against what the shadow holds."""
+def decoded(shadow: Shadow, manifest: Manifest, shards: Sequence[DeltaShard]) -> list[Change]:
+    """The changes of all places of all shards, in their order, against what the shadow holds.
+
+    Raises:
+        IntegrityError: they do not decode, or change another number of values than the manifest
+            says. The shadow is untouched.
+    """
     dtypes: dict[str, DtypeName] = {tensor.name: tensor.dtype for tensor in manifest.tensors}
     counts = dict.fromkeys(dtypes, 0)
     changes: list[Change] = []
@@ -308,15 +315,17 @@ def _decoded(shadow: Shadow, manifest: Manifest, shards: Sequence[DeltaShard]) -
     return changes
 
 
-def _apply(
-    shadow: Shadow, manifest: Manifest, shards: Sequence[DeltaShard], changes: Sequence[Change]
-) -> set[str]:
-    """Writes one version's changes; the tensors it touched."""
+def whole_changes(shards: Sequence[DeltaShard], changes: Sequence[Change]) -> dict[str, Change]:
+    """What changed in each tensor (int64 positions), from the changes of the shards' places."""
     pieces: dict[str, list[tuple[int, Change]]] = {}
     places = [place for shard in shards for place in shard.places]
     for place, change in zip(places, changes, strict=True):
         pieces.setdefault(place.tensor, []).append((place.start, change))
-    moved = {name: _whole(found) for name, found in pieces.items()}
+    return {name: _whole(found) for name, found in pieces.items()}
+
+
+def apply_changes(shadow: Shadow, manifest: Manifest, moved: Mapping[str, Change]) -> None:
+    """Writes one version's changes by tensor and brings the history past them."""
 
     def write(name: str) -> None:
         weights, history = shadow.weights[name], shadow.history[name]
@@ -330,7 +339,6 @@ def _apply(
     with ThreadPoolExecutor(threads()) as pool:
         list(pool.map(write, shadow.weights))
     shadow.note_moved(manifest, {name: change.indices for name, change in moved.items()})
-    return set(moved)
 
 
 def _whole(pieces: list[tuple[int, Change]]) -> Change:
@@ -342,12 +350,16 @@ def _whole(pieces: list[tuple[int, Change]]) -> Change:
     )
 
 
-def _check_digests(shadow: Shadow, target: Manifest, touched: set[str]) -> None:
-    """That every touched tensor is what the target's manifest says."""
-    states = [tensor for tensor in target.tensors if tensor.name in touched]
+def wrong_digests(shadow: Shadow, states: Sequence[TensorState]) -> list[str]:
+    """Names of those tensors whose bits in the shadow do not have the digest of their state."""
     with ThreadPoolExecutor(threads()) as pool:
         digests = list(pool.map(lambda t: tensor_digest(shadow.weights[t.name]), states))
-    wrong = [t.name for t, digest in zip(states, digests, strict=True) if t.digest != digest]
+    return [t.name for t, digest in zip(states, digests, strict=True) if t.digest != digest]
+
+
+def _check_digests(shadow: Shadow, target: Manifest, touched: set[str]) -> None:
+    """That every touched tensor is what the target's manifest says."""
+    wrong = wrong_digests(shadow, [t for t in target.tensors if t.name in touched])
     if wrong:
         raise IntegrityError(
             f"run {target.run!r} version {target.version}: {wrong[0]} ({len(wrong)} tensors in "
