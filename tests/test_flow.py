@@ -158,7 +158,7 @@ def test_two_runs_store_the_base_anchor_once(
         while ref is not None:
             manifest = load_manifest(store, result.run, ref)
             ref = manifest.parent
-        anchors.append([shard.digest for shard in manifest.shards])
+        anchors.append([file.digest for file in manifest.anchor])
     assert anchors[0] == anchors[1]
 
 
