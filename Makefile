@@ -8,7 +8,8 @@ LOCK := requirements-cpu.lock
 
 setup: $(STAMP)
 
-$(STAMP): $(LOCK)
+# pyproject.toml names the vLLM plug-in, which only an installation makes visible to vLLM.
+$(STAMP): $(LOCK) pyproject.toml infra/setup.sh
 	bash infra/setup.sh $(PYTHON) $(LOCK)
 	touch $(STAMP)
 

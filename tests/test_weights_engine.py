@@ -103,6 +103,9 @@ def logprobs(engine: Any) -> list[dict[int, float]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm_ready() -> None:
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # once a process: later it would undo what a test patches
     prepare_vllm()
     register()  # again: does nothing
 

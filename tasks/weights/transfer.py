@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.errors import PolicyError
-from tasks.store import StoreLocation
+from tasks.store_location import StoreLocation
 from tasks.weights.bits import Bits
 from tasks.weights.versions import Holds, State
 
@@ -37,12 +37,24 @@ _ENVIRONMENT = {
 
 
 def register() -> None:
-    """Make "kindling" known to vLLM's weight-transfer factory; calling it again does nothing.
+    """Make "kindling" known to this process's vLLM; calling it again does nothing.
 
-    It takes no arguments, as an entry point of group `vllm.general_plugins` needs.
+    This is the entry point of group `vllm.general_plugins` (pyproject.toml), so vLLM calls it in
+    every process it starts, a plain server's engine core among them, before any model is built.
+
+    On CPUs vLLM would pack linear weights for oneDNN and free the originals; updates would then
+    fail, or leave a stale lm_head while checksums match. It is told that oneDNN is missing: no
+    vLLM process of an environment with Kindling in it packs, unless `VLLM_PLUGINS` leaves us out.
+
+    Raises:
+        PolicyError: this vLLM lacks the switch.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        _keep_weights_unpacked()
+        _give_llvmlite_a_dict()
     with contextlib.suppress(ValueError):  # it says that the name is registered already
         WeightTransferEngineFactory.register_engine(
             BACKEND, "tasks.weights.vllm_transfer", "KindlingWeightTransferEngine"
@@ -50,30 +62,25 @@ def register() -> None:
 
 
 def prepare_vllm() -> None:
-    """What must hold before an engine is built in this process: environment, guard, `register`.
-
-    On CPUs vLLM would pack linear weights for oneDNN and free the originals; updates would then
-    fail, or leave a stale lm_head while checksums match. It is told that oneDNN is missing.
+    """What must hold before an engine is built in this process: environment, then `register`.
 
     Raises:
-        PolicyError: this vLLM lacks the switch.
+        PolicyError: as `register`.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    import vllm
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        from vllm import _custom_ops
-
-        if not hasattr(_custom_ops, "_supports_onednn"):
-            raise PolicyError(
-                f"vLLM {vllm.__version__} has no vllm._custom_ops._supports_onednn; Kindling "
-                "switches weight packing off by it and cannot update this engine; install 0.32"
-            )
-        _custom_ops._supports_onednn = False
-        _give_llvmlite_a_dict()
     register()
+
+
+def _keep_weights_unpacked() -> None:
+    from vllm import __version__, _custom_ops
+
+    if not hasattr(_custom_ops, "_supports_onednn"):
+        raise PolicyError(
+            f"vLLM {__version__} has no vllm._custom_ops._supports_onednn; Kindling switches "
+            "weight packing off by it and cannot update this engine; install 0.32"
+        )
+    _custom_ops._supports_onednn = False
 
 
 def _give_llvmlite_a_dict() -> None:
