@@ -231,7 +231,7 @@ class Weights:
     history: list[Bits]
 
 
-def _like_training(shapes: list[tuple[int, ...]]) -> Weights:
+def like_training(shapes: list[tuple[int, ...]]) -> Weights:
     """Values of which the small ones move, in a pattern that repeats every 4M values."""
     rng = np.random.default_rng(0)
     values = torch.from_numpy(rng.normal(0, 0.02, _PATTERN).astype(np.float32))
@@ -267,7 +267,7 @@ def _read(weights: Weights) -> None:
 
 
 def _speed(size: str) -> dict[str, Any]:
-    weights = _like_training(QWEN_3B)
+    weights = like_training(QWEN_3B)
     total = sum(bits.size for bits in weights.old)
     read_s = min(_seconds(lambda: _read(weights)) for _ in range(3))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
