@@ -9,7 +9,7 @@ import numpy as np
 from blake3 import blake3
 
 from tasks.errors import IntegrityError, StoreConflict, StoreError
-from tasks.store import ObjectStore, object_key
+from tasks.store import ObjectMissing, ObjectStore, object_key
 from tasks.weights.bits import Bits, DtypeName, from_bits, numel, pattern_dtype
 from tasks.weights.commit import Published, commit
 from tasks.weights.manifest import ManifestRef
@@ -35,7 +35,7 @@ class MemoryStore:
 
     def get(self, key: str) -> bytes:
         if key not in self.data:
-            raise StoreError(f"no object {key}")
+            raise ObjectMissing(f"no object {key}")
         return self.data[key]
 
     def get_object(self, digest: str) -> bytes:
