@@ -8,7 +8,7 @@ end with it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -100,6 +100,33 @@ def attached(config: TrainConfig, log: Log, home: Path | None = None) -> Iterato
     """
     with services(config, home) as found, connect(found.scheduler, config.cluster.wait_s) as client:
         yield Attached(client, found.store, home_folder(home) / "cache", log)
+
+
+@contextmanager
+def attached_store(config: TrainConfig, home: Path | None = None) -> Iterator[StoreLocation]:
+    """The store alone, found as `services` finds it, for what needs no workers; checked to answer.
+
+    For the duration the environment holds the local store's credentials.
+
+    Raises:
+        StoreError: the store does not answer or refuses the credentials.
+        ServiceError: an embedded store does not start, or `up`'s services are partly dead.
+    """
+    folder = home_folder(home)
+    cluster = config.cluster
+    with ExitStack() as held:
+        if cluster.store_endpoint is not None:
+            store = StoreLocation(cluster.store_endpoint, cluster.store_bucket)
+        elif (record := living_services(folder)) is not None:
+            store = StoreLocation(record.store_endpoint, cluster.store_bucket)
+            held.enter_context(environment(read_credentials(folder / "store").environment()))
+        else:
+            lock = held.enter_context(_exclusive(folder))
+            group = held.enter_context(ProcessGroup(folder / "logs", keep_open=[lock]))
+            store = start_store(group, folder / "store", cluster.store_bucket)
+            held.enter_context(environment(read_credentials(folder / "store").environment()))
+        ObjectStore(store).check()
+        yield store
 
 
 @contextmanager
