@@ -105,7 +105,7 @@ def attached(config: TrainConfig, log: Log, home: Path | None = None) -> Iterato
 def store_alone(
     endpoint: str | None = None, bucket: str | None = None, home: Path | None = None
 ) -> Iterator[ObjectStore]:
-    """The store, for those who only look at it; found as `services` finds it.
+    """The store, checked to answer, for what needs no workers; found as `services` finds it.
 
     Args:
         endpoint: of a store whose credentials are in the environment. None: the store of
@@ -116,13 +116,15 @@ def store_alone(
         ConfigError: no services run, and the folder holds no store.
         ServiceError: `up`'s services are partly dead, the folder is in use, or the store does not
             start.
-        StoreError: the endpoint is no URL.
+        StoreError: the endpoint is no URL, or the store does not answer or refuses the credentials.
     """
     folder = home_folder(home)
     name = bucket or ClusterConfig.model_fields["store_bucket"].default
     record = None if endpoint else living_services(folder)
     if endpoint:
-        yield ObjectStore(StoreLocation(endpoint, name))
+        store = ObjectStore(StoreLocation(endpoint, name))
+        store.check()
+        yield store
     elif record is not None:
         with _standing_store(record, folder, name) as location:
             yield ObjectStore(location)

@@ -1,4 +1,4 @@
-"""What a run shows in the Prefect UI beside its states: progress, tables, a curve, trajectories."""
+"""What flows show in the Prefect UI: progress, tables, a curve, trajectories."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tasks.run import Run
     from tasks.store import ObjectStore
     from tasks.weights.commit import Published
+    from tasks.weights.garbage import Collection
 
 SAMPLES = 5
 VERSIONS = 20
@@ -75,6 +76,39 @@ def weights(name: str, published: Sequence[Published]) -> None:
         key="weights",
         description=f"Run {name}, the last {len(rows)} published versions",
     )
+
+
+def garbage(found: Collection, dry_run: bool) -> None:
+    """What a collection did, or in a dry run would do: a row a run that anything goes from."""
+    would = "would be " if dry_run else ""
+    create_table_artifact(
+        garbage_rows(found),
+        key="garbage",
+        description=f"What {would}set aside, and what was aside and {would}deleted, run by run",
+    )
+
+
+def garbage_rows(found: Collection) -> list[dict[str, Any]]:
+    """Runs that lose something, the largest first, and a sum."""
+    changed = [r for r in found.rows if r.set_aside.objects or r.deleted.objects or r.manifests]
+    changed.sort(key=lambda row: (-row.set_aside.bytes - row.deleted.bytes, row.run))
+    rows: list[dict[str, Any]] = [
+        {
+            "run": row.run,
+            "newest version": row.head,
+            "kept from version": row.oldest_kept,
+            "pinned": row.pinned,
+            "objects set aside": row.set_aside.objects,
+            "bytes set aside": row.set_aside.bytes,
+            "objects deleted": row.deleted.objects,
+            "bytes deleted": row.deleted.bytes,
+            "manifests deleted": row.manifests,
+        }
+        for row in changed
+    ]
+    counts = list(rows[0])[4:] if rows else []
+    total = {name: sum(row[name] for row in rows) for name in counts}
+    return [*rows, {"run": f"all {len(found.rows)}", **total}]
 
 
 def table_rows(history: History) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from fsspec.asyn import sync
 from tenacity import RetryCallState
 
 from tasks.errors import IntegrityError, StoreConflict, StoreError
+from tasks.store_client import connect, region
 from tasks.store_errors import (
     ATTEMPTS,
     CONFLICT_CODES,
@@ -34,7 +35,7 @@ from tasks.store_errors import (
     s3_code,
     with_retries,
 )
-from tasks.store_location import StoreLocation, object_key
+from tasks.store_location import Listed, StoreLocation, listed, object_key, quarantine_key
 
 __all__ = ["ObjectMissing", "ObjectStore", "StoreLocation", "object_key"]
 
@@ -43,8 +44,7 @@ T = TypeVar("T")
 
 SINGLE_PUT = 256 * 2**20  # larger objects go up in parts, so that a failure repeats one part only
 PART = 64 * 2**20  # also the range of one parallel read
-_CONNECT_S = 5.0
-_READ_S = 30.0  # a store that shares two cores with training can be late without being gone
+_COPY = 4 * 2**30  # larger objects are copied in parts: S3 copies at most 5 GiB in one request
 
 
 class ObjectStore:
@@ -84,12 +84,19 @@ class ObjectStore:
         return _parallel(self.get, list(keys), concurrency)
 
     def get_object(self, digest: str) -> bytes:
-        """The content-addressed object.
+        """The content-addressed object, also where garbage collection has set it aside meanwhile.
 
         Raises:
             IntegrityError: the bytes do not have this digest.
         """
-        data = self.get(object_key(digest))
+        try:
+            data = self.get(object_key(digest))
+        except ObjectMissing as missing:
+            # Set aside is not deleted: see tasks.weights.garbage on publishes that go on meanwhile.
+            try:
+                data = self.get(quarantine_key(digest))
+            except ObjectMissing:
+                raise missing from None
         found = blake3(data).hexdigest()
         if found != digest:
             raise IntegrityError(
@@ -118,7 +125,13 @@ class ObjectStore:
 
     def list(self, prefix: str = "") -> list[str]:
         """All keys that start with `prefix`, sorted."""
-        return sorted(self._run(f"list {prefix!r}", lambda fs: self._list(fs, prefix)))
+        found = self._run(f"list {prefix!r}", lambda fs: self._list(fs, prefix))
+        return sorted(entry["Key"] for entry, _ in found)
+
+    def listing(self, prefix: str = "") -> list[Listed]:
+        """All objects whose keys start with `prefix`, with size and age, sorted by key."""
+        found = self._run(f"list {prefix!r}", lambda fs: self._list(fs, prefix))
+        return sorted((listed(*one) for one in found), key=lambda one: one.key)
 
     # Writing
 
@@ -180,6 +193,20 @@ class ObjectStore:
             raise StoreConflict(f"{self!r} did not write {key}: the object vanished") from error
         return etag_now or str(self._head(key)["ETag"])
 
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object inside the store, over what `target` holds; the copy's age is zero."""
+        size = self.size(source)
+        bucket = self.location.bucket
+
+        async def attempt(fs: s3fs.S3FileSystem) -> None:
+            if size > _COPY:
+                await fs._copy_managed(f"{bucket}/{source}", f"{bucket}/{target}", size, _COPY)
+            else:
+                origin = {"Bucket": bucket, "Key": source}
+                await fs._call_s3("copy_object", Bucket=bucket, Key=target, CopySource=origin)
+
+        self._run(f"copy {source} to {target}", attempt)
+
     def delete(self, keys: Iterable[str]) -> None:
         """Remove the objects; those that do not exist are no error."""
         doomed = list(keys)
@@ -213,8 +240,8 @@ class ObjectStore:
         try:
             await fs._call_s3("head_bucket", Bucket=bucket)
         except FileNotFoundError:
-            region = _region()
-            place = {} if region == "us-east-1" else {"LocationConstraint": region}
+            where = region()
+            place = {} if where == "us-east-1" else {"LocationConstraint": where}
             extra = {"CreateBucketConfiguration": place} if place else {}
             try:
                 await fs._call_s3("create_bucket", Bucket=bucket, **extra)
@@ -229,7 +256,7 @@ class ObjectStore:
             )
         with self._lock:
             if self._client is None:
-                self._client = _connect(self.location.endpoint)
+                self._client = connect(self.location.endpoint)
             return self._client
 
     def _run(
@@ -315,17 +342,23 @@ class ObjectStore:
             lambda fs: fs._call_s3("head_object", Bucket=self.location.bucket, Key=key),
         )
 
-    async def _list(self, fs: s3fs.S3FileSystem, prefix: str) -> list[str]:
-        keys: list[str] = []
+    async def _list(
+        self, fs: s3fs.S3FileSystem, prefix: str
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Entries, each with the metadata of the answer that it came in."""
+        found: list[tuple[dict[str, Any], dict[str, Any]]] = []
         more: dict[str, str] = {}
         while True:
             page = await fs._call_s3(
                 "list_objects_v2", Bucket=self.location.bucket, Prefix=prefix, **more
             )
-            found = [entry["Key"] for entry in page.get("Contents", [])]
-            keys.extend(key for key in found if not key.endswith("/"))  # folder markers
+            found.extend(
+                (entry, page["ResponseMetadata"])
+                for entry in page.get("Contents", [])
+                if not entry["Key"].endswith("/")  # folder markers
+            )
             if not page.get("IsTruncated"):
-                return keys
+                return found
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     async def _delete(self, fs: s3fs.S3FileSystem, keys: list[str]) -> None:
@@ -346,30 +379,6 @@ class ObjectStore:
         with self._lock:
             self.bytes_read += read
             self.bytes_written += written
-
-
-def _connect(endpoint: str) -> s3fs.S3FileSystem:
-    client = s3fs.S3FileSystem(
-        endpoint_url=endpoint,
-        use_listings_cache=False,  # other processes write too
-        skip_instance_cache=True,  # a new ObjectStore reads the environment's credentials again
-        client_kwargs={"region_name": _region()},
-        config_kwargs={
-            "connect_timeout": _CONNECT_S,
-            "read_timeout": _READ_S,
-            "max_pool_connections": 32,
-            # One layer of retries, ours: it has to know whether a conditional write was repeated.
-            "retries": {"total_max_attempts": 1},
-            "request_checksum_calculation": "when_required",  # not every S3 server knows CRC32
-            "response_checksum_validation": "when_required",
-        },
-    )
-    client.retries = 1  # s3fs' own, for the same reason
-    return client
-
-
-def _region() -> str:
-    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
 
 
 async def _body_of(answer: Any) -> bytes:

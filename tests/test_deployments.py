@@ -1,4 +1,4 @@
-"""The deployments name flows and presets that exist, and the nightly one cannot pile up."""
+"""The deployments name flows and presets that exist, and the scheduled ones cannot pile up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ def deployments() -> dict[str, dict[str, Any]]:
 
 
 def test_what_is_deployed(deployments: dict[str, dict[str, Any]]) -> None:
-    assert set(deployments) == {"train/tiny", "train/nightly", "evaluate/evaluate"}
+    assert set(deployments) == {
+        "train/tiny",
+        "train/nightly",
+        "evaluate/evaluate",
+        "collect_garbage/collect-garbage",
+    }
 
 
 def test_entrypoints_and_parameters_are_real(deployments: dict[str, dict[str, Any]]) -> None:
@@ -47,6 +52,23 @@ def test_the_nightly_run_is_skipped_while_one_runs(
     (schedule,) = nightly["schedules"]
     assert schedule["timezone"]
     assert nightly["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+
+
+def test_garbage_is_collected_weekly_and_only_once_at_a_time(
+    deployments: dict[str, dict[str, Any]],
+) -> None:
+    weekly = deployments["collect_garbage/collect-garbage"]
+    (schedule,) = weekly["schedules"]
+    assert schedule["cron"].split()[2:4] == ["*", "*"]
+    assert schedule["cron"].split()[4] == "0"  # Sundays
+    assert schedule["timezone"]
+    assert weekly["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+    # The schedule collects; a run by hand shows first, and cannot ask for less than is safe.
+    assert weekly["parameters"]["dry_run"] is False
+    form = importlib.import_module("flows.collect_garbage").collect_garbage.parameters.properties
+    assert form["dry_run"]["default"] is True
+    assert (form["grace_hours"]["default"], form["grace_hours"]["minimum"]) == (24.0, 1)
+    assert form["keep_versions"]["minimum"] == 0
 
 
 def test_the_form_has_bounds_and_help() -> None:
@@ -72,7 +94,7 @@ def test_flow_modules_import_without_torch_or_vllm() -> None:
     import sys
 
     code = (
-        "import sys, flows.train, flows.evaluate, flows.warm_start; "
+        "import sys, flows.train, flows.evaluate, flows.warm_start, flows.collect_garbage; "
         "heavy = {'torch', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], cwd=FOLDER.parent, check=True, timeout=60)

@@ -39,6 +39,16 @@ def is_stored(store: Store, key: str) -> bool:
     return store.exists(name_of(key))
 
 
+def objects_of(store: Store, key: str) -> list[str]:
+    """Digests of the objects that hold the index with this key.
+
+    Raises:
+        StoreError: the store failed or has no such index.
+        IntegrityError: the stored description is damaged.
+    """
+    return list(_files(store.get(name_of(key)), key).values())
+
+
 def store_index(store: Store, index: Index) -> str:
     """Stores the index unless it is there; returns its key.
 

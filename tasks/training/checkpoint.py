@@ -100,6 +100,12 @@ def manifest_key(run: str, step: int) -> str:
     return f"runs/{run}/checkpoints/{step:08d}.json"
 
 
+def run_and_step(key: str) -> tuple[str, int] | None:
+    """Whose manifest a key of the store is; None where it is no checkpoint's manifest."""
+    match = _MANIFEST.fullmatch(key)
+    return (match["run"], int(match["step"])) if match else None
+
+
 def save_part(store: Store, state: RankState) -> Part:
     """Write one rank's ranges; every rank does this, then one commits all parts.
 
@@ -153,11 +159,8 @@ def commit(
 
 def latest(store: Store, run: str) -> Checkpoint | None:
     """The committed checkpoint of a run with the highest step, or None."""
-    steps = [
-        int(match["step"])
-        for key in store.list(f"runs/{run}/checkpoints/")
-        if (match := _MANIFEST.fullmatch(key)) and match["run"] == run
-    ]
+    found = [run_and_step(key) for key in store.list(f"runs/{run}/checkpoints/")]
+    steps = [one[1] for one in found if one and one[0] == run]
     return read(store, run, max(steps)) if steps else None
 
 

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from tasks.errors import IntegrityError, StoreError
-from tasks.store import ObjectStore, object_key
+from tasks.store import ObjectMissing, ObjectStore, object_key
 from tasks.weights.anchors import AnchorCache
 from tasks.weights.bits import Bits, DtypeName, numel
 from tasks.weights.codec import Change, Range, decode, threads
@@ -145,14 +145,17 @@ class Subscriber:
         Raises:
             IntegrityError: a manifest, link, object or digest is wrong. The shadow is whole (where
                 nothing had been applied) or holds nothing; the engine is untouched.
-            StoreError: no such version, or the store failed.
+            StoreError: no such version, its objects were collected, or the store failed.
         """
         shadow = self._shadow_of(run)
         with shadow.locked(to_write=True):
             before = shadow.state if engine is None else engine
             road = self._plan(shadow, version, shadow.state)
             if road.steps:
-                self._travel(shadow, road)
+                try:
+                    self._travel(shadow, road)
+                except ObjectMissing as missing:
+                    raise _collected(road.target, missing) from missing
             target = road.target
             if before == Holds(run, target.ref()):
                 return Update(target, "delta", before, {})
@@ -208,10 +211,12 @@ class Subscriber:
     def _travel(self, shadow: Shadow, road: Plan) -> None:
         try:
             self._take(shadow, road)
-        except IntegrityError:
+        except (IntegrityError, ObjectMissing) as error:
+            # Where the deltas from what is held were collected, those since an anchor may be there.
             # A shadow whose memory went bad looks like a bad delta: an anchor tells them apart. A
             # shadow that is still whole was not touched: then the store is at fault.
-            if road.kind == "full" or isinstance(shadow.state, Holds):
+            store_at_fault = isinstance(error, IntegrityError) and isinstance(shadow.state, Holds)
+            if road.kind == "full" or store_at_fault:
                 raise
             self._take(shadow, self._plan(shadow, road.target.version, Nothing()))
 
@@ -258,6 +263,14 @@ class Subscriber:
                 f"{shard.bytes}"
             )
         return content
+
+
+def _collected(target: Manifest, missing: ObjectMissing) -> ObjectMissing:
+    return ObjectMissing(
+        f"run {target.run!r} version {target.version} is in the store no longer ({missing}); "
+        "garbage collection keeps pinned versions and those near the head: ask for one of them, "
+        "and pin a version that is to stay"
+    )
 
 
 def _load_anchor(shadow: Shadow, manifest: Manifest, paths: Sequence[Path]) -> None:
