@@ -17,11 +17,12 @@ from safetensors import safe_open
 
 from tasks.errors import IntegrityError, NotFiniteError, StoreConflict, StoreError
 from tasks.store import ObjectStore, object_key
+from tasks.weights.bits import from_bits
 from tasks.weights.codec import CODEC
 from tasks.weights.commit import commit, load_manifest, read_ref
 from tasks.weights.digest import tensor_digest
 from tasks.weights.manifest import Head, Manifest, head_key, manifest_key
-from tasks.weights.publisher import LocalShard, RankPublisher
+from tasks.weights.publisher import DeviceShard, Kind, LocalShard, RankPublisher
 from tasks.weights.subscriber import Subscriber, Update
 from tasks.weights.versions import HalfApplied, Holds, Nothing
 from tests.weights_helpers import (
@@ -547,6 +548,37 @@ def test_engines_of_a_host_share_one_shadow(store: ObjectStore, tmp_path: Path) 
     fourth = Subscriber(store, tmp_path)
     fourth.fetch("other", 0)
     assert [path.name for path in (tmp_path / "shadows").iterdir()] == ["other"]
+
+
+@pytest.mark.fast
+def test_weights_compared_where_they_lie_make_the_same_bytes(store: ObjectStore) -> None:
+    """The way of an accelerator, on CPU tensors: objects and digests as those of host shards."""
+    other = memory_store()
+    here, there = RankPublisher(store, "run", 0), RankPublisher(other, "run", 0)
+    weights = random_weights(0)
+    for version in range(4):
+        host = [LocalShard(n, s, 0, bits, dtype) for n, (s, dtype, bits) in weights.items()]
+        device = [
+            DeviceShard(n, s, 0, from_bits(bits.copy(), dtype, s))
+            for n, (s, dtype, bits) in weights.items()
+        ]
+        kind: Kind = "delta" if version % 3 else "anchor"
+        parts = [
+            here.prepare(host, kind, whole=True),
+            there.prepare(iter(device), kind, whole=True),
+        ]
+        assert (parts[0].shards, parts[0].anchor) == (parts[1].shards, parts[1].anchor)
+        assert parts[0].tensors == parts[1].tensors
+        if version == 2:  # nothing was committed: the same again
+            parts = [here.prepare(host, kind), there.prepare(device, kind)]
+        for publisher, part, where in ((here, parts[0], store), (there, parts[1], other)):
+            publisher.confirm(commit(where, "run", version, [part]))
+        weights = perturbed(weights, version)
+    bad = torch.full((2,), float("nan"), dtype=torch.bfloat16)
+    with pytest.raises(NotFiniteError, match="bad"):
+        there.prepare([DeviceShard("bad", (2,), 0, bad)], "delta")
+    with pytest.raises(IntegrityError, match="other ranges"):
+        there.prepare(host[:1], "delta")  # never compared on that device before
 
 
 # The same through the real S3 server.

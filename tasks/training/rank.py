@@ -30,7 +30,7 @@ from tasks.training.sharding import (
     local_rows,
     rebuild,
 )
-from tasks.weights.publisher import LocalShard
+from tasks.weights.publisher import DeviceShard, LocalShard
 
 Groups = Mapping[int, Group] | Callable[[int], Group]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -328,14 +328,16 @@ class TrainerRank:
 
     # ------------------------------------------------------------ handing over
 
-    def export_shards(self) -> Iterator[LocalShard]:
+    def export_shards(self) -> Iterator[LocalShard | DeviceShard]:
         """This rank's rows of every parameter as bf16 patterns, Hugging Face names, for the
         publisher; made one at a time. Tied parameters appear once, under the canonical name."""
         ranges = self.ranges()
         for name, rows in self._policy.local().items():
-            yield LocalShard.from_tensor(
-                name, rows.to(torch.bfloat16).cpu(), ranges[name].shape, ranges[name].start
-            )
+            place, rounded = ranges[name], rows.to(torch.bfloat16)
+            if rounded.device.type == "cpu":
+                yield LocalShard.from_tensor(name, rounded, place.shape, place.start)
+            else:
+                yield DeviceShard(name, place.shape, place.start, rounded)
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole bf16 tensor), for an anchor. Collective: every rank runs it to its end."""

@@ -59,6 +59,32 @@ class LocalShard:
 
 
 @dataclass(frozen=True)
+class DeviceShard:
+    """A `LocalShard` that stays where it is: compared there, so that only what changed leaves it.
+
+    Attributes:
+        tensor: this rank's rows, any shape, on any device; must not change before the commit.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> DtypeName:
+        return dtype_name(self.tensor.dtype)
+
+    def integers(self) -> torch.Tensor:
+        """The flat pattern, int16 or int32, on the tensor's device; shares memory where it can."""
+        flat = self.tensor.detach().contiguous().reshape(-1)
+        return flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
+
+    def is_finite(self) -> bool:
+        return bool(torch.isfinite(self.tensor).all())
+
+
+@dataclass(frozen=True)
 class TensorPart:
     """What one rank says about one tensor after the update."""
 

@@ -23,7 +23,8 @@ An anchor of a run that goes on carries the delta from its parent as well, so th
 follow need not read it. After it, history (`tasks.weights.history`) starts again at zero.
 
 Memory: the snapshot, a byte of history a value, six bytes a changed value until the commit, and one
-of the caller's shards at a time.
+of the caller's shards at a time. Shards on an accelerator (`DeviceShard`) are compared there, with
+a second snapshot in its memory, and only their changed values are copied here.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ from tasks.weights.commit import Published, commit, read_ref
 from tasks.weights.digest import piece, tensor_digest
 from tasks.weights.history import advance, no_history
 from tasks.weights.manifest import ManifestRef, Shard
-from tasks.weights.parts import Kind, LocalShard, PreparedPart, TensorPart
+from tasks.weights.parts import DeviceShard, Kind, LocalShard, PreparedPart, TensorPart
 from tasks.weights.shards import anchor_files, pack_delta
 
 __all__ = [
+    "DeviceShard",
     "Kind",
     "LocalShard",
     "PreparedPart",
@@ -71,10 +73,19 @@ class _Held:
     dtype: DtypeName
     bits: Bits
     history: Bits
+    mirror: torch.Tensor | None = None  # of a `DeviceShard`: the pattern where its tensor lies
 
     @property
     def place(self) -> tuple[int, int, DtypeName]:
         return (self.start, self.bits.size, self.dtype)
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A shard against the snapshot: what changed, or what is held from now on; and its pattern."""
+
+    found: Change | _Held
+    values: Bits
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,7 @@ class RankPublisher:
 
     def prepare(
         self,
-        shards: Iterable[LocalShard],
+        shards: Iterable[LocalShard | DeviceShard],
         kind: Kind,
         full: Iterable[tuple[str, torch.Tensor]] | None = None,
         *,
@@ -181,7 +192,7 @@ class RankPublisher:
 
     def _prepare(
         self,
-        shards: Iterable[LocalShard],
+        shards: Iterable[LocalShard | DeviceShard],
         kind: Kind,
         full: Iterator[tuple[str, torch.Tensor]] | None,
         whole: bool,
@@ -250,6 +261,9 @@ class RankPublisher:
             else:
                 advance(held.history, held.bits, change.indices, change.values)
             held.bits[change.indices] = change.values
+            if held.mirror is not None:
+                where = torch.from_numpy(change.indices).to(held.mirror.device)
+                held.mirror[where] = _as_integers(change.values).to(held.mirror.device)
         if pending.kind == "anchor":  # it names all ranges there are
             kept = {n: held for n, held in self._snapshot.items() if n in pending.changes}
             self._snapshot = kept
@@ -265,7 +279,7 @@ class RankPublisher:
         self._pending = None
 
     def _diff(
-        self, shards: Iterable[LocalShard], kind: Kind
+        self, shards: Iterable[LocalShard | DeviceShard], kind: Kind
     ) -> tuple[_Pending, list[TensorPart], list[str]]:
         """What changed, what this rank says of its tensors, and ranges unlike the snapshot's."""
         pending = _Pending(kind, {}, {})
@@ -273,26 +287,23 @@ class RankPublisher:
         for shard in shards:
             if shard.name in pending.changes or shard.name in pending.fresh:
                 raise ValueError(f"{shard.name} is named twice among the shards; one range each")
-            if not is_finite(shard.values, shard.dtype):
+            if isinstance(shard, DeviceShard):
+                looked = self._look_there(shard)
+            else:
+                looked = self._look_here(shard)
+            if looked is None:
                 raise NotFiniteError(
                     f"{shard.name} holds NaN or infinite weights; version {self.next_version} of "
                     f"run {self.run!r} was not published, nothing changed"
                 )
-            held = self._snapshot.get(shard.name)
-            count = shard.values.size
-            if held is not None and held.place == (shard.start, count, shard.dtype):
-                change = changed(held.bits, shard.values)
-                pending.changes[shard.name] = change
-                count = change.indices.size
-            else:  # copied: the caller may go on training in this memory
-                pending.fresh[shard.name] = _Held(
-                    shard.start, shard.dtype, shard.values.copy(), no_history(count)
-                )
-            tensors.append(
-                TensorPart(
-                    shard.name, shard.shape, shard.dtype, count, piece(shard.values, shard.start)
-                )
-            )
+            if isinstance(looked.found, Change):
+                pending.changes[shard.name] = looked.found
+                count = looked.found.indices.size
+            else:
+                pending.fresh[shard.name] = looked.found
+                count = looked.found.bits.size
+            part = piece(looked.values, shard.start)
+            tensors.append(TensorPart(shard.name, shard.shape, shard.dtype, count, part))
         odd = [name for name, held in pending.fresh.items() if held.bits.size]
         odd += [
             name
@@ -300,6 +311,39 @@ class RankPublisher:
             if held.bits.size and name not in pending.changes and name not in pending.fresh
         ]
         return pending, tensors, sorted(odd)
+
+    def _look_here(self, shard: LocalShard) -> _Looked | None:
+        """What a shard in host memory holds against the snapshot; None where not finite."""
+        if not is_finite(shard.values, shard.dtype):
+            return None
+        held = self._snapshot.get(shard.name)
+        size = shard.values.size
+        if held is not None and held.place == (shard.start, size, shard.dtype):
+            return _Looked(changed(held.bits, shard.values), shard.values)
+        values = shard.values.copy()  # the caller may go on training in this memory
+        return _Looked(_Held(shard.start, shard.dtype, values, no_history(size)), values)
+
+    def _look_there(self, shard: DeviceShard) -> _Looked | None:
+        """The same of a shard on an accelerator: its changed values alone are copied here."""
+        if not shard.is_finite():
+            return None
+        integers = shard.integers()
+        held = self._snapshot.get(shard.name)
+        place = (shard.start, integers.numel(), shard.dtype)
+        if held is None or held.place != place or held.mirror is None:
+            values = to_bits(shard.tensor).copy()
+            history = no_history(values.size)
+            return _Looked(
+                _Held(shard.start, shard.dtype, values, history, integers.clone()), values
+            )
+        where = torch.nonzero(integers != held.mirror).reshape(-1)
+        change = Change(
+            where.to("cpu", torch.int32).numpy(),
+            integers[where].cpu().numpy().view(held.bits.dtype),
+        )
+        values = held.bits.copy()
+        values[change.indices] = change.values
+        return _Looked(change, values)
 
     def _encode(self, changes: Mapping[str, Change]) -> bytes:
         moved = {name: change for name, change in changes.items() if change.indices.size}
@@ -328,9 +372,19 @@ class _Uploads:
         return digest
 
 
-def _as_tensors(shards: Sequence[LocalShard]) -> Iterator[tuple[str, torch.Tensor]]:
+def _as_tensors(
+    shards: Sequence[LocalShard | DeviceShard],
+) -> Iterator[tuple[str, torch.Tensor]]:
     for shard in shards:
-        yield shard.name, from_bits(shard.values, shard.dtype, shard.shape)
+        if isinstance(shard, DeviceShard):
+            yield shard.name, shard.tensor.reshape(shard.shape)
+        else:
+            yield shard.name, from_bits(shard.values, shard.dtype, shard.shape)
+
+
+def _as_integers(values: Bits) -> torch.Tensor:
+    """int16 or int32, the signed twin of a pattern."""
+    return torch.from_numpy(values.view(f"<i{values.itemsize}"))
 
 
 def _hashed(
