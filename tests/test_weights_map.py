@@ -14,7 +14,7 @@ from torch import nn
 from tasks.errors import PolicyError
 from tasks.weights.bits import Bits, from_bits
 from tasks.weights.index_map import TensorSpec, learn
-from tasks.weights.subscriber import TensorUpdate
+from tasks.weights.update import TensorUpdate
 from tests.weights_helpers import perturbed, random_weights
 
 pytestmark = pytest.mark.fast

@@ -74,6 +74,7 @@ import numpy as np
 from tasks.errors import IntegrityError, PolicyError
 from tasks.weights import kernels
 from tasks.weights.bits import Bits, DtypeName
+from tasks.weights.frames import Reader
 from tasks.weights.model import (
     CONTEXTS,
     MAX_RANGE,
@@ -287,7 +288,7 @@ def _decode_section(
 ) -> tuple[list[Change], int, int]:
     cuts = _cuts(ranges)
     flat = [cut for block in cuts for cut in block]
-    reader = _Reader(tables, at)
+    reader = Reader(tables, at)
     head = reader.take(_HEAD, 1)[0]
     if head["version"] != _VERSION or head["dtype"] != _DTYPES.index(dtype):
         raise IntegrityError(
@@ -388,19 +389,3 @@ def _joined(
                 np.concatenate([piece.indices for piece in pieces]),
                 np.concatenate([piece.values for piece in pieces]),
             )
-
-
-class _Reader:
-    """Takes arrays off a byte string."""
-
-    def __init__(self, data: bytes, at: int) -> None:
-        self._data = data
-        self.at = at
-
-    def take(self, dtype: np.dtype, count: int) -> Bits:
-        end = self.at + dtype.itemsize * count
-        if end > len(self._data):
-            raise IntegrityError(f"a delta's tables of {len(self._data)} bytes end too early")
-        found = np.frombuffer(self._data, dtype, count, self.at)
-        self.at = end
-        return found

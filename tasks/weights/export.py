@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from tasks.errors import PolicyError
 from tasks.store import ObjectStore
 from tasks.weights.bits import from_bits
-from tasks.weights.subscriber import Subscriber, Update
+from tasks.weights.subscriber import Subscriber
+from tasks.weights.update import Update
 
 _FILE_BYTES = 5 * 10**9
 # Everything beside the weights: configuration, tokenizer, chat template, licence.

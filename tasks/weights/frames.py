@@ -1,10 +1,12 @@
-"""Zstandard frames read with a bound: what a damaged or forged one may cost is known."""
+"""Reading what may be damaged or forged: its cost is bounded, and it ends where it should."""
 
 from __future__ import annotations
 
+import numpy as np
 import zstandard
 
 from tasks.errors import IntegrityError
+from tasks.weights.bits import Bits
 
 
 def unpacked(frame: bytes | memoryview, limit: int, what: str) -> bytes:
@@ -30,3 +32,24 @@ def unpacked(frame: bytes | memoryview, limit: int, what: str) -> bytes:
     if not whole.eof or whole.unused_data or len(content) != said:
         raise IntegrityError(f"a {what} does not hold the {said} bytes it says")
     return content
+
+
+class Reader:
+    """Takes the tables of a delta off a byte string; `at` is how far it has come."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data = data
+        self.at = at
+
+    def take(self, dtype: np.dtype, count: int) -> Bits:
+        """The next `count` values.
+
+        Raises:
+            IntegrityError: there are not so many left.
+        """
+        end = self.at + dtype.itemsize * count
+        if end > len(self._data):
+            raise IntegrityError(f"a delta's tables of {len(self._data)} bytes end too early")
+        found = np.frombuffer(self._data, dtype, count, self.at)
+        self.at = end
+        return found

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tasks.errors import IntegrityError, PolicyError
 from tasks.weights.bits import TORCH_DTYPES, Bits, DtypeName, from_bits, numel, to_bits
 from tasks.weights.regions import Region
-from tasks.weights.subscriber import Update
+from tasks.weights.update import Update
 
 _COPY = torch.ops.aten.copy_.default
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)

@@ -17,9 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -34,54 +32,10 @@ from tasks.weights.history import advance, no_history
 from tasks.weights.manifest import Manifest, ManifestRef, Shard, TensorState
 from tasks.weights.shadow import Shadow, remove_unused
 from tasks.weights.shards import DeltaShard, read_anchor, unpack_delta
+from tasks.weights.update import TensorUpdate, Update
 from tasks.weights.versions import Holds, Nothing, Plan, Refusal, State, plan
 
 _MANIFESTS_KEPT = 64
-
-
-@dataclass(frozen=True)
-class TensorUpdate:
-    """Absolute values for one tensor.
-
-    Attributes:
-        shape, dtype: of the full checkpoint tensor.
-        indices: flat positions, int64, strictly ascending, shape (k,); None: all of them.
-        values: patterns, uint16 or uint32, shape (k,) or (numel,). A full tensor's are the
-            shadow's own memory: to be read inside `Subscriber.reading` alone, never written.
-    """
-
-    shape: tuple[int, ...]
-    dtype: DtypeName
-    indices: Bits | None
-    values: Bits
-
-
-@dataclass(frozen=True)
-class Update:
-    """What brings an engine that is in state `base` (any state where full) to `manifest`."""
-
-    manifest: Manifest
-    kind: Literal["full", "delta"]
-    base: State
-    tensors: Mapping[str, TensorUpdate]
-
-    @property
-    def run(self) -> str:
-        return self.manifest.run
-
-    @property
-    def version(self) -> int:
-        return self.manifest.version
-
-    @property
-    def target(self) -> Holds:
-        """The engine's state once this is applied."""
-        return Holds(self.manifest.run, self.manifest.ref())
-
-    @property
-    def changed(self) -> int:
-        """Values written."""
-        return sum(tensor.values.size for tensor in self.tensors.values())
 
 
 class Subscriber:
@@ -149,40 +103,44 @@ class Subscriber:
         """
         shadow = self._shadow_of(run)
         with shadow.locked(to_write=True):
-            before = shadow.state if engine is None else engine
-            road = self._plan(shadow, version, shadow.state)
-            if road.steps:
-                try:
-                    self._travel(shadow, road)
-                except ObjectMissing as missing:
-                    raise _collected(road.target, missing) from missing
-            target = road.target
-            if before == Holds(run, target.ref()):
-                return Update(target, "delta", before, {})
-            if isinstance(before, Holds) and before.run == run:
-                moved = shadow.moved_since(before.ref)
-                if moved is not None:
-                    return Update(target, "delta", before, _merged(shadow, target, moved))
-            return _full(shadow, target)
+            return self._fetch(shadow, version, shadow.state if engine is None else engine)
 
     @contextlib.contextmanager
-    def reading(self, update: Update) -> Iterator[None]:
-        """Around the use of an update's values: what a full one shows must not move meanwhile.
+    def reading(self, update: Update) -> Iterator[Update]:
+        """The update, for as long as its values are used: what a full one shows must not move.
+
+        Where another engine of the host has taken the shadow elsewhere meanwhile, it is brought
+        back first, and the update is a new one.
 
         Raises:
-            IntegrityError: the shadow has moved on since; fetch again.
+            IntegrityError, StoreError: as `fetch`.
         """
         if update.kind == "delta":
-            yield
+            yield update
             return
         shadow = self._shadow_of(update.run)
-        with shadow.locked(to_write=False):
-            if shadow.state != update.target:
-                raise IntegrityError(
-                    f"the shadow of run {update.run!r} has left version {update.version}; fetch "
-                    "again"
-                )
-            yield
+        with shadow.locked(to_write=False):  # engines may read it side by side
+            if shadow.state == update.target:
+                yield update
+                return
+        with shadow.locked(to_write=True):
+            yield self._fetch(shadow, update.version, Nothing())
+
+    def _fetch(self, shadow: Shadow, version: int, engine: State) -> Update:
+        road = self._plan(shadow, version, shadow.state)
+        if road.steps:
+            try:
+                self._travel(shadow, road)
+            except ObjectMissing as missing:
+                raise _collected(road.target, missing) from missing
+        target = road.target
+        if engine == Holds(shadow.run, target.ref()):
+            return Update(target, "delta", engine, {})
+        if isinstance(engine, Holds) and engine.run == shadow.run:
+            moved = shadow.moved_since(engine.ref)
+            if moved is not None:
+                return Update(target, "delta", engine, _merged(shadow, target, moved))
+        return _full(shadow, target)
 
     def _shadow_of(self, run: str) -> Shadow:
         if self._shadow is None or self._shadow.run != run:

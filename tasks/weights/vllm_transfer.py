@@ -31,7 +31,8 @@ from tasks.store import ObjectStore, StoreLocation
 from tasks.weights.bits import Bits
 from tasks.weights.index_map import IndexMap, TensorSpec, check_parameters, learn
 from tasks.weights.manifest import Manifest
-from tasks.weights.subscriber import Subscriber, Update
+from tasks.weights.subscriber import Subscriber
+from tasks.weights.update import Update
 from tasks.weights.versions import HalfApplied, Nothing, State
 
 
@@ -137,7 +138,7 @@ class KindlingWeightTransferEngine(WeightTransferEngine[KindlingInitInfo, Kindli
             parameters = dict(self.model.named_parameters())
             self._learn(update.manifest)
             assert self._map is not None
-            with subscriber.reading(update):
+            with subscriber.reading(update) as update:
                 if update.tensors:
                     self.state = HalfApplied(run, version)
                     self._map.scatter(update, parameters)

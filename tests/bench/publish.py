@@ -85,7 +85,7 @@ def _engine(location: StoreLocation, cache: Path, shapes: Shapes, pipe: Connecti
         run, version = order
         before = subscriber.bytes_downloaded
         update = subscriber.fetch(run, version, state)
-        with subscriber.reading(update):
+        with subscriber.reading(update) as update:
             began = time.perf_counter()
             index_map.scatter(update, parameters)
             stopped = time.perf_counter() - began
