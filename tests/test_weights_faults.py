@@ -18,7 +18,7 @@ import pytest
 
 from infra.object_store import read_credentials, start_store
 from infra.processes import ProcessGroup, environment
-from tasks import store as store_module
+from tasks import store_client
 from tasks.errors import StoreError
 from tasks.store import ObjectStore, StoreLocation
 from tasks.weights import subscriber as subscriber_module
@@ -204,8 +204,8 @@ class _Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
     folder = tmp_path_factory.mktemp("faulty")
     with Proxy() as proxy, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_module, "_CONNECT_S", 2.0)
-        patch.setattr(store_module, "_READ_S", 2.0)
+        patch.setattr(store_client, "CONNECT_S", 2.0)
+        patch.setattr(store_client, "READ_S", 2.0)
         endpoint = f"http://127.0.0.1:{proxy.port}"
         made = _Server(folder, proxy, ObjectStore(StoreLocation(endpoint, "faults")))
         try:
