@@ -99,8 +99,9 @@ BLOCK_VALUES = 1 << 22
 _VERSION = 1
 _DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
 _HEAD = np.dtype([("version", "u1"), ("dtype", "u1"), ("classes", "<u2")])
-# In large ranges one run of 64 values in so many is counted: of values with, without a history.
-_COUNTED = (4, 64)
+# How many values are counted, about, to estimate how many lie in each context: of those with a
+# history, and a quarter of that of those without.
+_COUNTED = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,11 @@ def changed(old: Bits, new: Bits) -> Change:
 
     def find(low: int) -> Bits:
         part = slice(low, low + BLOCK_VALUES)
-        found = np.empty(old[part].size, np.int32)
-        count = kernels.find_changed(old[part], new[part], found)
-        return found[:count] + np.int32(low)
+        # Counted first: memory for what is found, not for all that might be.
+        found = np.empty(kernels.count_changed(old[part], new[part]) + 1, np.int32)
+        kernels.find_changed(old[part], new[part], found)
+        found += np.int32(low)
+        return found[:-1]
 
     with ThreadPoolExecutor(threads()) as pool:
         found = list(pool.map(find, range(0, max(1, old.size), BLOCK_VALUES)))
@@ -213,7 +216,8 @@ def _encode_section(
     dtype: DtypeName, ranges: list[Range], changes: list[Change], pool: ThreadPoolExecutor
 ) -> tuple[bytes, list[bytes]]:
     cuts = _cuts(ranges)
-    every = _COUNTED if sum(one.old.size for one in ranges) > BLOCK_VALUES else (1, 1)
+    moving_every = max(1, sum(one.old.size for one in ranges) // _COUNTED)
+    every = (moving_every, 4 * moving_every if moving_every > 1 else 1)
 
     def look(block: Sequence[_Cut]) -> list[Segment]:
         return [

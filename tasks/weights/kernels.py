@@ -140,8 +140,17 @@ def token(code: int) -> tuple[int, int]:
 
 
 @_jit
-def find_changed(old: Bits, new: Bits, found: Bits) -> int:
-    """Writes the positions whose bits differ to `found`, int32 of the same size; how many."""
+def count_changed(old: Bits, new: Bits) -> int:
+    """How many patterns differ."""
+    count = 0
+    for i in range(old.size):
+        count += old[i] != new[i]
+    return count
+
+
+@_jit
+def find_changed(old: Bits, new: Bits, found: Bits) -> None:
+    """Writes the positions whose bits differ, int32 ascending; `found` has one place more."""
     count = 0
     whole = old.size - old.size % _CHUNK
     for start in range(0, whole, _CHUNK):
@@ -155,7 +164,6 @@ def find_changed(old: Bits, new: Bits, found: Bits) -> int:
     for i in range(whole, old.size):
         found[count] = i
         count += old[i] != new[i]
-    return count
 
 
 @_jit
