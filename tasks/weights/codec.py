@@ -119,8 +119,7 @@ def changed(old: Bits, new: Bits) -> Change:
     Args:
         old, new: patterns of the same length and dtype, shape (n,).
     """
-    if old.size > MAX_RANGE:
-        raise PolicyError(f"a range of {old.size} values is too long; split it at {MAX_RANGE}")
+    _check_length(old)
 
     def find(low: int) -> Bits:
         part = slice(low, low + BLOCK_VALUES)
@@ -182,9 +181,13 @@ def decode(tables: bytes, blocks: bytes | memoryview, ranges: Sequence[Range]) -
     return [found[i] for i in range(len(ranges))]
 
 
+def _check_length(old: Bits) -> None:
+    if old.size > MAX_RANGE:
+        raise PolicyError(f"a range of {old.size} values is too long; split it at {MAX_RANGE}")
+
+
 def _check(one: Range, change: Change) -> None:
-    if one.old.size > MAX_RANGE:
-        raise PolicyError(f"a range of {one.old.size} values is too long; split it at {MAX_RANGE}")
+    _check_length(one.old)
     if change.indices.shape != change.values.shape or change.values.dtype != one.old.dtype:
         raise ValueError(
             f"{one.tensor}: {change.indices.shape} positions and {change.values.shape} "

@@ -142,11 +142,6 @@ class RankPublisher:
     def next_version(self) -> int:
         return 0 if self._base is None else self._base.version + 1
 
-    @property
-    def has_snapshot(self) -> bool:
-        """Whether a delta can be prepared; else the next version must be an anchor."""
-        return bool(self._snapshot)
-
     def anchor_due(self, every: int) -> bool:
         """Whether the next version is to be an anchor: the same on every rank.
 
