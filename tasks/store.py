@@ -14,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import s3fs
 from blake3 import blake3
@@ -27,23 +29,17 @@ from tasks.errors import IntegrityError, StoreConflict, StoreError
 from tasks.store_client import connect, region
 from tasks.store_errors import (
     ATTEMPTS,
-    CONFLICT_CODES,
     MISSING_CODES,
-    RANGE_CODES,
     ObjectMissing,
-    Transient,
-    s3_code,
     with_retries,
 )
 from tasks.store_location import Listed, StoreLocation, listed, object_key, quarantine_key
+from tasks.store_parts import Data, as_body, fetch, upload
 
-__all__ = ["ObjectMissing", "ObjectStore", "StoreLocation", "object_key"]
+__all__ = ["Data", "ObjectMissing", "ObjectStore", "StoreLocation", "object_key"]
 
-Data: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
 
-SINGLE_PUT = 256 * 2**20  # larger objects go up in parts, so that a failure repeats one part only
-PART = 64 * 2**20  # also the range of one parallel read
 _COPY = 4 * 2**30  # larger objects are copied in parts: S3 copies at most 5 GiB in one request
 
 
@@ -89,21 +85,31 @@ class ObjectStore:
         Raises:
             IntegrityError: the bytes do not have this digest.
         """
-        try:
-            data = self.get(object_key(digest))
-        except ObjectMissing as missing:
-            # Set aside is not deleted: see tasks.weights.garbage on publishes that go on meanwhile.
-            try:
-                data = self.get(quarantine_key(digest))
-            except ObjectMissing:
-                raise missing from None
-        found = blake3(data).hexdigest()
-        if found != digest:
-            raise IntegrityError(
-                f"object {object_key(digest)} has digest {found} ({len(data)} bytes), not the one "
-                "it is named by; delete it so that it can be written again"
-            )
+        data = _wherever(self.get, digest)
+        _check_digest(digest, blake3(data).hexdigest(), len(data))
         return data
+
+    def download_object(self, digest: str, path: Path) -> int:
+        """`get_object` into a file; holds a few parts in memory, however large the object is.
+
+        Returns its bytes. Raises as `get_object`; the file may then hold anything.
+        """
+        size = _wherever(lambda key: self._download(key, path), digest)
+        found = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+        _check_digest(digest, found, size)
+        return size
+
+    def _download(self, key: str, path: Path) -> int:
+        def attempt(fs: s3fs.S3FileSystem) -> Awaitable[tuple[int, str]]:
+            os.ftruncate(file.fileno(), 0)  # an earlier attempt may have read a longer object
+            keep = partial(_write_at, file.fileno())
+            return fetch(fs, self.location.bucket, key, keep)
+
+        with path.open("wb") as file:
+            size, _ = self._run(f"read {key}", attempt)
+            os.fsync(file.fileno())
+        self._count(read=size)
+        return size
 
     def read_head(self, key: str) -> tuple[bytes, str] | None:
         """The object's bytes and the ETag for `swap`, both of one read; None if there is none."""
@@ -137,7 +143,9 @@ class ObjectStore:
 
     def put(self, key: str, data: Data) -> None:
         """Write the object, whether it exists or not."""
-        self._run(f"write {key}", lambda fs: self._upload(fs, key, data, "overwrite"))
+        self._run(
+            f"write {key}", lambda fs: upload(fs, self.location.bucket, key, data, "overwrite")
+        )
         self._count(written=len(data))
 
     def create(self, key: str, data: Data) -> None:
@@ -146,7 +154,9 @@ class ObjectStore:
         Raises:
             StoreConflict: it exists; nothing was changed.
         """
-        self._conditional(key, data, lambda fs: self._upload(fs, key, data, "create"))
+        self._conditional(
+            key, data, lambda fs: upload(fs, self.location.bucket, key, data, "create")
+        )
 
     def create_if_absent(self, key: str, data: Data) -> bool:
         """Write the object unless it exists; True if this call wrote it."""
@@ -155,12 +165,6 @@ class ObjectStore:
         except StoreConflict:
             return False
         return True
-
-    def put_many_absent(self, objects: Mapping[str, Data], concurrency: int = 16) -> list[str]:
-        """Write those objects that do not exist, in parallel; the keys this call wrote."""
-        keys = list(objects)
-        written = _parallel(lambda k: self.create_if_absent(k, objects[k]), keys, concurrency)
-        return [key for key, new in zip(keys, written, strict=True) if new]
 
     def create_object(self, data: Data) -> str:
         """Store the bytes under their own BLAKE3 digest and return it; no upload if present."""
@@ -179,7 +183,7 @@ class ObjectStore:
             StoreConflict: the object changed, appeared or vanished; nothing was written.
         """
         match = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
-        body = _body(data)
+        body = as_body(data)
 
         async def attempt(fs: s3fs.S3FileSystem) -> str:
             answer = await fs._call_s3(
@@ -297,44 +301,15 @@ class ObjectStore:
         self._count(written=len(data))
         return result
 
-    async def _upload(self, fs: s3fs.S3FileSystem, key: str, data: Data, mode: str) -> None:
-        # s3fs sends one request below twice the chunk size, and honours `mode` in both ways.
-        chunk = SINGLE_PUT if len(data) <= SINGLE_PUT else PART
-        await fs._pipe_file(
-            f"{self.location.bucket}/{key}", _body(data), chunksize=chunk, mode=mode
-        )
-
     def _read(self, key: str) -> tuple[bytes, str]:
-        data, etag = self._run(f"read {key}", lambda fs: self._fetch(fs, key))
+        async def attempt(fs: s3fs.S3FileSystem) -> tuple[bytes, str]:
+            parts: dict[int, bytes] = {}
+            _, etag = await fetch(fs, self.location.bucket, key, parts.__setitem__)
+            return b"".join(parts[at] for at in sorted(parts)), etag
+
+        data, etag = self._run(f"read {key}", attempt)
         self._count(read=len(data))
         return data, etag
-
-    async def _fetch(self, fs: s3fs.S3FileSystem, key: str) -> tuple[bytes, str]:
-        """One ranged read, and parallel ones of the same state for what it leaves."""
-        where = {"Bucket": self.location.bucket, "Key": key}
-        try:
-            first = await fs._call_s3("get_object", **where, Range=f"bytes=0-{PART - 1}")
-        except OSError as error:
-            if s3_code(error) not in RANGE_CODES:
-                raise
-            first = await fs._call_s3("get_object", **where)  # an empty object has no range
-        data, etag = await _body_of(first), str(first["ETag"])
-        size = int(str(first.get("ContentRange", f"/{len(data)}")).rpartition("/")[2])
-        slots = asyncio.Semaphore(fs.max_concurrency)
-
-        async def part(start: int) -> bytes:
-            async with slots:
-                span = f"bytes={start}-{min(start + PART, size) - 1}"
-                answer = await fs._call_s3("get_object", **where, Range=span, IfMatch=etag)
-                return await _body_of(answer)
-
-        try:
-            rest = await asyncio.gather(*(part(start) for start in range(PART, size, PART)))
-        except OSError as error:
-            if s3_code(error) in CONFLICT_CODES:  # overwritten while we read: read again
-                raise Transient("the object was replaced during the read") from error
-            raise
-        return b"".join([data, *rest]) if rest else data, etag
 
     def _head(self, key: str) -> dict[str, Any]:
         return self._run(
@@ -381,13 +356,34 @@ class ObjectStore:
             self.bytes_written += written
 
 
-async def _body_of(answer: Any) -> bytes:
-    async with answer["Body"] as stream:
-        return await stream.read()
+def _wherever(read: Callable[[str], T], digest: str) -> T:
+    """Reads an object, or its copy where garbage collection has set it aside.
+
+    Set aside is not deleted: see tasks.weights.garbage on publishes that go on meanwhile.
+    """
+    try:
+        return read(object_key(digest))
+    except ObjectMissing as missing:
+        try:
+            return read(quarantine_key(digest))
+        except ObjectMissing:
+            raise missing from None
 
 
-def _body(data: Data) -> bytes | bytearray:
-    return bytes(data) if isinstance(data, memoryview) else data
+def _check_digest(digest: str, found: str, size: int) -> None:
+    if found != digest:
+        raise IntegrityError(
+            f"object {object_key(digest)} has digest {found} ({size} bytes), not the one it is "
+            "named by; delete it so that it can be written again"
+        )
+
+
+def _write_at(handle: int, offset: int, data: bytes) -> None:
+    """All of the data: a single write may be short."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(handle, view, offset)
+        view, offset = view[written:], offset + written
 
 
 def _parallel(call: Callable[[str], T], keys: list[str], concurrency: int) -> list[T]:

@@ -9,7 +9,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from infra.object_store import ensure_credentials, read_credentials, start_store
 from infra.processes import ProcessGroup, environment, free_ports
-from tasks import store as store_module
+from tasks import store_parts
 from tasks.errors import IntegrityError, ServiceError, StoreConflict, StoreError
 from tasks.store import ObjectStore, StoreLocation, object_key
 from tasks.store_errors import ObjectMissing
@@ -42,6 +42,11 @@ def _race(count: int, call: Callable[[int], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(enter, range(count)))
+
+
+def _put_all(store: ObjectStore, objects: Mapping[str, bytes]) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(store.put, objects, objects.values()))
 
 
 class TestReadingAndWriting:
@@ -73,15 +78,14 @@ class TestReadingAndWriting:
 
     def test_get_many_keeps_the_order(self, object_store: ObjectStore) -> None:
         objects = {f"many/{i:04}": b"%d" % i for i in range(120)}
-        assert object_store.put_many_absent(objects) == list(objects)
-        assert object_store.put_many_absent(objects) == []
+        _put_all(object_store, objects)
         keys = sorted(objects, reverse=True)
         assert object_store.get_many(keys) == [objects[key] for key in keys]
         assert object_store.get_many([]) == []
 
     def test_list_is_recursive_and_pages(self, object_store: ObjectStore) -> None:
         keys = [f"list/{i % 7}/{i:05}" for i in range(1100)]  # S3 pages by 1,000
-        object_store.put_many_absent(dict.fromkeys(keys, b"1"))
+        _put_all(object_store, dict.fromkeys(keys, b"1"))
         assert object_store.list("list/") == sorted(keys)
         assert object_store.list("list/3/") == sorted(k for k in keys if k.startswith("list/3/"))
         assert object_store.list("nothing/here") == []
@@ -92,14 +96,29 @@ class TestReadingAndWriting:
         self, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # The real sizes, hundreds of MB, take the same paths; S3's least part is 5 MiB.
-        monkeypatch.setattr(store_module, "SINGLE_PUT", 8 * 2**20)
-        monkeypatch.setattr(store_module, "PART", 5 * 2**20)
+        monkeypatch.setattr(store_parts, "SINGLE_PUT", 8 * 2**20)
+        monkeypatch.setattr(store_parts, "PART", 5 * 2**20)
         data = os.urandom(17 * 2**20 + 11)
         object_store.put("large/put", data)
         assert object_store.get("large/put") == data
         assert object_store.create_if_absent("large/created", data)
         assert not object_store.create_if_absent("large/created", b"other" * 2**21)
         assert object_store.get("large/created") == data
+
+    @pytest.mark.parametrize("size", [0, 1, 17 * 2**20 + 11])
+    def test_a_download_is_the_object(
+        self,
+        object_store: ObjectStore,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        size: int,
+    ) -> None:
+        monkeypatch.setattr(store_parts, "PART", 5 * 2**20)
+        data = os.urandom(size)
+        path = tmp_path / "object"
+        path.write_bytes(os.urandom(2 * size + 5))  # what an earlier download left
+        assert object_store.download_object(object_store.create_object(data), path) == size
+        assert path.read_bytes() == data
 
     def test_bytes_are_counted(self, store_location: StoreLocation) -> None:
         store = ObjectStore(store_location)
@@ -119,11 +138,13 @@ class TestContentAddressing:
         assert store.create_object(b"content") == digest
         assert store.bytes_written == len(b"content")
 
-    def test_wrong_bytes_are_refused(self, object_store: ObjectStore) -> None:
+    def test_wrong_bytes_are_refused(self, object_store: ObjectStore, tmp_path: Path) -> None:
         digest = blake3(b"what should be there").hexdigest()
         object_store.put(object_key(digest), b"something else")
         with pytest.raises(IntegrityError, match=digest):
             object_store.get_object(digest)
+        with pytest.raises(IntegrityError, match=digest):
+            object_store.download_object(digest, tmp_path / "object")
 
 
 class TestConditionalWrites:

@@ -13,8 +13,7 @@ from blake3 import blake3
 
 from tasks.store import ObjectStore
 
-_BLOCK = 1 << 24
-_PARALLEL = 4  # an anchor file is about a gigabyte, in memory while it comes
+_PARALLEL = 2  # one is downloaded while another is hashed
 
 
 class AnchorCache:
@@ -53,27 +52,20 @@ class AnchorCache:
             if _digest(path) == digest:
                 return path
             path.unlink(missing_ok=True)  # damaged on this disk: the store's copy decides
-        data = self._store.get_object(digest)
-        with self._counting:
-            self.downloads += 1
-            self.bytes_downloaded += len(data)
         self._folder.mkdir(parents=True, exist_ok=True)
         # Written aside and renamed: a killed process leaves no half file under the digest.
         handle, name = tempfile.mkstemp(dir=self._folder, prefix=f".{digest[:16]}-")
+        os.close(handle)
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            size = self._store.download_object(digest, Path(name))
             os.replace(name, path)
         finally:
             Path(name).unlink(missing_ok=True)
+        with self._counting:
+            self.downloads += 1
+            self.bytes_downloaded += size
         return path
 
 
 def _digest(path: Path) -> str:
-    hasher = blake3()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            hasher.update(block)
-    return hasher.hexdigest()
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
