@@ -34,8 +34,9 @@ from tasks.store import ObjectStore, object_key
 from tasks.weights import look
 from tasks.weights.__main__ import app
 from tasks.weights.bits import Bits, DtypeName, from_bits, to_bits
-from tasks.weights.codec import Change, Range, changed
+from tasks.weights.codec import Change, Range
 from tasks.weights.commit import Published, commit, existing_ref, load_manifest
+from tasks.weights.compare import changed
 from tasks.weights.entropy import exponent_limit
 from tasks.weights.history import no_history
 from tasks.weights.look import Row

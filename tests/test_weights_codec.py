@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as hnp
 from tasks.errors import IntegrityError
 from tasks.weights import codec, kernels, model
 from tasks.weights.bits import Bits, to_bits
-from tasks.weights.codec import Change, Range, changed, decode, encode
+from tasks.weights.codec import Change, Range, decode, encode
+from tasks.weights.compare import changed
 from tasks.weights.history import advance, no_history
 from tests import codec_reference as reference
 

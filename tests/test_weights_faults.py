@@ -280,6 +280,22 @@ def test_the_server_dies_in_the_middle_of_a_read(server: _Server, tmp_path: Path
     reader.close()
 
 
+def test_the_server_dies_in_the_middle_of_an_anchor(server: _Server, tmp_path: Path) -> None:
+    gang = Gang(server.store, "server-anchor")
+    history = publish_chain(gang, 2)
+    reader = Subscriber(_hit_by(server.store, "download_object", server.kill), tmp_path)
+    with pytest.raises(StoreError):
+        reader.fetch("server-anchor", 1)
+    assert not reader.shadow
+    assert not list((tmp_path / "anchors").iterdir())
+    server.start()
+    again = Subscriber(server.store, tmp_path)
+    assert again.fetch("server-anchor", 1).kind == "full"
+    assert same(again.shadow, history[1])
+    reader.close()
+    again.close()
+
+
 def test_a_full_store(server: _Server, tmp_path: Path) -> None:
     gang = Gang(server.store, "full")
     history = publish_chain(gang, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from safetensors.torch import load
 
 from tasks.errors import ConfigError, IntegrityError, PolicyError
 from tasks.weights import digest as digests
-from tasks.weights.bits import from_bits, is_finite, to_bits
-from tasks.weights.codec import CODEC, Range, changed, decode
+from tasks.weights.bits import from_bits, to_bits
+from tasks.weights.codec import CODEC, Range, decode
+from tasks.weights.compare import Compared, begin, changed
 from tasks.weights.digest import BLOCK_VALUES, combine, piece, tensor_digest
 from tasks.weights.frames import unpacked
 from tasks.weights.history import no_history
@@ -36,15 +38,27 @@ from tasks.weights.shards import anchor_files, pack_delta, unpack_delta
 pytestmark = pytest.mark.fast
 
 
+def _compared(old: torch.Tensor, new: torch.Tensor, name: Any) -> Compared:
+    with ThreadPoolExecutor(2) as pool:
+        return begin(pool, to_bits(old), to_bits(new), name, 0)()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_bits_round_trip_and_finiteness(dtype: torch.dtype) -> None:
     name: Any = str(dtype).removeprefix("torch.")
     for shape in ((), (0, 3), (4, 5)):
         tensor = torch.randn(shape).to(dtype)
         assert torch.equal(from_bits(to_bits(tensor), name, shape), tensor)
-        assert is_finite(to_bits(tensor), name)
+        assert _compared(tensor, tensor, name).finite
+    # In the part that is looked at by vectors, and in the rest after it.
     for bad in (float("inf"), float("-inf"), float("nan")):
-        assert not is_finite(to_bits(torch.tensor([1.0, bad], dtype=dtype)), name)
+        for at in (3, 36):
+            tensor = torch.full((37,), -torch.finfo(dtype).max, dtype=dtype)
+            odd = tensor.clone()
+            odd[at] = bad
+            assert _compared(odd, tensor, name).finite
+            assert not _compared(tensor, odd, name).finite
+            assert not _compared(odd, odd, name).finite
     with pytest.raises(PolicyError, match="int64"):
         to_bits(torch.zeros(1, dtype=torch.int64))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -43,6 +44,9 @@ class MemoryStore:
         if blake3(data).hexdigest() != digest:
             raise IntegrityError(f"object {digest} is damaged")
         return data
+
+    def download_object(self, digest: str, path: Path) -> int:
+        return path.write_bytes(self.get_object(digest))
 
     def exists(self, key: str) -> bool:
         return key in self.data

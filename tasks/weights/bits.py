@@ -33,9 +33,8 @@ _PATTERNS: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<u2"),
     "float32": np.dtype("<u4"),
 }
-_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+_EXPONENTS: dict[DtypeName, int] = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_CHUNK = 1 << 22  # values tested at once: bounds the temporaries of `is_finite`
 
 
 def pattern_dtype(dtype: str) -> np.dtype[Any]:
@@ -83,14 +82,9 @@ def from_bits(bits: Bits, dtype: str, shape: Sequence[int] | None = None) -> tor
     return tensor if shape is None else tensor.view(tuple(shape))
 
 
-def is_finite(bits: Bits, dtype: str) -> bool:
-    """Whether no value of the flat pattern is NaN or infinite."""
-    pattern_dtype(dtype)
-    mask = bits.dtype.type(_EXPONENTS[dtype])
-    for at in range(0, bits.size, _CHUNK):
-        if bool(((bits[at : at + _CHUNK] & mask) == mask).any()):
-            return False
-    return True
+def exponent_mask(dtype: DtypeName) -> int:
+    """The bits that are all set in a NaN, in an infinity, and in nothing else."""
+    return _EXPONENTS[dtype]
 
 
 def numel(shape: Sequence[int]) -> int:

@@ -71,19 +71,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tasks.errors import IntegrityError, PolicyError
+from tasks.errors import IntegrityError
 from tasks.weights import kernels
 from tasks.weights.bits import Bits, DtypeName
 from tasks.weights.frames import Reader
 from tasks.weights.model import (
     CONTEXTS,
-    MAX_RANGE,
     ROWS,
     TOKENS,
     Change,
     Model,
     Range,
     Segment,
+    check_length,
     fit,
     look_at,
     scale_of,
@@ -91,7 +91,7 @@ from tasks.weights.model import (
     threads,
 )
 
-__all__ = ["CODEC", "CODECS", "Change", "Range", "changed", "decode", "encode", "threads"]
+__all__ = ["CODEC", "CODECS", "Change", "Range", "decode", "encode", "threads"]
 
 CODEC = "velocity-rans"
 CODECS = (CODEC,)
@@ -101,7 +101,7 @@ _DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
 _HEAD = np.dtype([("version", "u1"), ("dtype", "u1"), ("classes", "<u2")])
 # How many values are counted, about, to estimate how many lie in each context: of those with a
 # history, and a quarter of that of those without.
-_COUNTED = 1 << 27
+_COUNTED = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -111,28 +111,6 @@ class _Cut:
     range: int
     low: int
     high: int
-
-
-def changed(old: Bits, new: Bits) -> Change:
-    """The positions whose bits differ.
-
-    Args:
-        old, new: patterns of the same length and dtype, shape (n,).
-    """
-    _check_length(old)
-
-    def find(low: int) -> Bits:
-        part = slice(low, low + BLOCK_VALUES)
-        # Counted first: memory for what is found, not for all that might be.
-        found = np.empty(kernels.count_changed(old[part], new[part]) + 1, np.int32)
-        kernels.find_changed(old[part], new[part], found)
-        found += np.int32(low)
-        return found[:-1]
-
-    with ThreadPoolExecutor(threads()) as pool:
-        found = list(pool.map(find, range(0, max(1, old.size), BLOCK_VALUES)))
-    indices = np.concatenate(found)
-    return Change(indices, new[indices])
 
 
 def encode(ranges: Sequence[Range], changes: Sequence[Change]) -> tuple[bytes, bytes]:
@@ -181,13 +159,8 @@ def decode(tables: bytes, blocks: bytes | memoryview, ranges: Sequence[Range]) -
     return [found[i] for i in range(len(ranges))]
 
 
-def _check_length(old: Bits) -> None:
-    if old.size > MAX_RANGE:
-        raise PolicyError(f"a range of {old.size} values is too long; split it at {MAX_RANGE}")
-
-
 def _check(one: Range, change: Change) -> None:
-    _check_length(one.old)
+    check_length(one.old)
     if change.indices.shape != change.values.shape or change.values.dtype != one.old.dtype:
         raise ValueError(
             f"{one.tensor}: {change.indices.shape} positions and {change.values.shape} "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tasks.weights.bits import DtypeName, pattern_dtype
-from tasks.weights.codec import Change, Range, changed, decode
+from tasks.weights.codec import Change, Range, decode
+from tasks.weights.compare import changed
 from tasks.weights.history import advance, no_history
 from tasks.weights.shards import pack_delta, unpack_delta
 

@@ -140,23 +140,21 @@ def token(code: int) -> tuple[int, int]:
 
 
 @_jit
-def count_changed(old: Bits, new: Bits) -> int:
-    """How many patterns differ."""
-    count = 0
-    for i in range(old.size):
-        count += old[i] != new[i]
-    return count
+def find_changed(old: Bits, new: Bits, mask: Any, found: Bits) -> tuple[int, bool]:
+    """Writes the positions whose bits differ, ascending; how many, and whether `new` is finite.
 
-
-@_jit
-def find_changed(old: Bits, new: Bits, found: Bits) -> None:
-    """Writes the positions whose bits differ, int32 ascending; `found` has one place more."""
+    Args:
+        mask: the exponent's bits: all of them set in a NaN or an infinity; of the patterns' dtype.
+        found: int32, with one place more than there are values.
+    """
     count = 0
+    odd = False
     whole = old.size - old.size % _CHUNK
     for start in range(0, whole, _CHUNK):
         differ = False
         for i in range(start, start + _CHUNK):
             differ |= old[i] != new[i]
+            odd |= (new[i] & mask) == mask
         if differ:
             for i in range(start, start + _CHUNK):
                 found[count] = i
@@ -164,6 +162,8 @@ def find_changed(old: Bits, new: Bits, found: Bits) -> None:
     for i in range(whole, old.size):
         found[count] = i
         count += old[i] != new[i]
+        odd |= (new[i] & mask) == mask
+    return count, not odd
 
 
 @_jit

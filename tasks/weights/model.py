@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 
+from tasks.errors import PolicyError
 from tasks.weights import fitting, kernels
 from tasks.weights.bits import Bits, DtypeName
 
@@ -48,6 +49,15 @@ class Change:
 
     indices: Bits
     values: Bits
+
+
+def check_length(old: Bits) -> None:
+    """
+    Raises:
+        PolicyError: positions in this range would not fit 32 bits.
+    """
+    if old.size > MAX_RANGE:
+        raise PolicyError(f"a range of {old.size} values is too long; split it at {MAX_RANGE}")
 
 
 def threads() -> int:

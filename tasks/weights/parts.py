@@ -31,6 +31,10 @@ class LocalShard:
     values: Bits
     dtype: DtypeName = "bfloat16"
 
+    @property
+    def count(self) -> int:
+        return self.values.size
+
     @staticmethod
     def from_tensor(
         name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None, start: int = 0
@@ -74,6 +78,10 @@ class DeviceShard:
     @property
     def dtype(self) -> DtypeName:
         return dtype_name(self.tensor.dtype)
+
+    @property
+    def count(self) -> int:
+        return self.tensor.numel()
 
     def integers(self) -> torch.Tensor:
         """The flat pattern, int16 or int32, on the tensor's device; shares memory where it can."""

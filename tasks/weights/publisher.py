@@ -22,15 +22,18 @@ rank, or tests), leave `full` out: the shards are used.
 An anchor of a run that goes on carries the delta from its parent as well, so that readers who
 follow need not read it. After it, history (`tasks.weights.history`) starts again at zero.
 
-Memory: the snapshot, a byte of history a value, six bytes a changed value until the commit, and one
-of the caller's shards at a time. Shards on an accelerator (`DeviceShard`) are compared there, with
-a second snapshot in its memory, and only their changed values are copied here.
+Memory: the snapshot, a byte of history a value, six bytes a changed value until the commit, and of
+the caller's shards one, or as many as hold 32 million values. Shards on an accelerator
+(`DeviceShard`) are compared there, with a second snapshot in its memory, and only their changed
+values are copied here.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -38,16 +41,11 @@ from blake3 import blake3
 
 from tasks.errors import IntegrityError, NotFiniteError, StoreError
 from tasks.store import Data, ObjectStore, object_key
-from tasks.weights.bits import (
-    Bits,
-    DtypeName,
-    from_bits,
-    is_finite,
-    to_bits,
-)
-from tasks.weights.codec import CODEC, Change, Range, changed
+from tasks.weights import compare
+from tasks.weights.bits import Bits, DtypeName, from_bits, to_bits
+from tasks.weights.codec import CODEC, Change, Range, threads
 from tasks.weights.commit import Published, commit, read_ref
-from tasks.weights.digest import piece, tensor_digest
+from tasks.weights.digest import Piece, piece, tensor_digest
 from tasks.weights.history import advance, no_history
 from tasks.weights.manifest import ManifestRef, Shard
 from tasks.weights.parts import DeviceShard, Kind, LocalShard, PreparedPart, TensorPart
@@ -63,6 +61,8 @@ __all__ = [
     "TensorPart",
     "commit",
 ]
+
+_VALUES_AHEAD = 1 << 25  # of shards that are made before the ones before them are done with
 
 
 @dataclass
@@ -82,10 +82,14 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Looked:
-    """A shard against the snapshot: what changed, or what is held from now on; and its pattern."""
+    """A shard against the snapshot.
 
-    found: Change | _Held
-    values: Bits
+    Attributes:
+        found: what changed, or what is held from now on; None: a value is NaN or infinite.
+    """
+
+    found: Change | _Held | None
+    piece: Piece
 
 
 @dataclass(frozen=True)
@@ -165,8 +169,8 @@ class RankPublisher:
         """Upload this rank's objects for the next version; commits nothing, changes no snapshot.
 
         Args:
-            shards: this rank's range of every tensor (empty ranges may be left out); taken one at
-                a time.
+            shards: this rank's range of every tensor (empty ranges may be left out); taken a few
+                ahead, and not to change until this returns.
             kind: "anchor" or "delta".
             full: rank 0 of an anchor: the full tensors, see the module's docstring. Consumed to
                 its end even where this raises, so that the other ranks' collectives find a peer.
@@ -279,14 +283,10 @@ class RankPublisher:
         """What changed, what this rank says of its tensors, and ranges unlike the snapshot's."""
         pending = _Pending(kind, {}, {})
         tensors: list[TensorPart] = []
-        for shard in shards:
+        for shard, looked in self._look(shards):
             if shard.name in pending.changes or shard.name in pending.fresh:
                 raise ValueError(f"{shard.name} is named twice among the shards; one range each")
-            if isinstance(shard, DeviceShard):
-                looked = self._look_there(shard)
-            else:
-                looked = self._look_here(shard)
-            if looked is None:
+            if looked.found is None:
                 raise NotFiniteError(
                     f"{shard.name} holds NaN or infinite weights; version {self.next_version} of "
                     f"run {self.run!r} was not published, nothing changed"
@@ -297,8 +297,7 @@ class RankPublisher:
             else:
                 pending.fresh[shard.name] = looked.found
                 count = looked.found.bits.size
-            part = piece(looked.values, shard.start)
-            tensors.append(TensorPart(shard.name, shard.shape, shard.dtype, count, part))
+            tensors.append(TensorPart(shard.name, shard.shape, shard.dtype, count, looked.piece))
         odd = [name for name, held in pending.fresh.items() if held.bits.size]
         odd += [
             name
@@ -307,38 +306,67 @@ class RankPublisher:
         ]
         return pending, tensors, sorted(odd)
 
-    def _look_here(self, shard: LocalShard) -> _Looked | None:
-        """What a shard in host memory holds against the snapshot; None where not finite."""
-        if not is_finite(shard.values, shard.dtype):
-            return None
-        held = self._snapshot.get(shard.name)
-        size = shard.values.size
-        if held is not None and held.place == (shard.start, size, shard.dtype):
-            return _Looked(changed(held.bits, shard.values), shard.values)
-        values = shard.values.copy()  # the caller may go on training in this memory
-        return _Looked(_Held(shard.start, shard.dtype, values, no_history(size)), values)
+    def _look(
+        self, shards: Iterable[LocalShard | DeviceShard]
+    ) -> Iterator[tuple[LocalShard | DeviceShard, _Looked]]:
+        """Every shard against the snapshot, while the next ones are made and looked at."""
+        waiting: deque[tuple[LocalShard | DeviceShard, Callable[[], _Looked]]] = deque()
+        values = 0
+        with ThreadPoolExecutor(threads()) as pool:
+            for shard in shards:
+                if isinstance(shard, LocalShard):
+                    waiting.append((shard, self._look_here(shard, pool)))
+                else:
+                    waiting.append((shard, self._look_there(shard, pool)))
+                values += shard.count
+                while values > _VALUES_AHEAD and len(waiting) > 1:
+                    first, result = waiting.popleft()
+                    values -= first.count
+                    yield first, result()
+            for shard, result in waiting:
+                yield shard, result()
 
-    def _look_there(self, shard: DeviceShard) -> _Looked | None:
+    def _look_here(self, shard: LocalShard, pool: ThreadPoolExecutor) -> Callable[[], _Looked]:
+        """What a shard in host memory holds against the snapshot."""
+        held = self._snapshot.get(shard.name)
+        known = held is not None and held.place == (shard.start, shard.count, shard.dtype)
+        old = held.bits if held is not None and known else shard.values
+        comparison = compare.begin(pool, old, shard.values, shard.dtype, shard.start)
+
+        def result() -> _Looked:
+            made = comparison()
+            if not made.finite:
+                return _Looked(None, made.piece)
+            if known:
+                return _Looked(made.change, made.piece)
+            values = shard.values.copy()  # the caller may go on training in this memory
+            history = no_history(shard.count)
+            return _Looked(_Held(shard.start, shard.dtype, values, history), made.piece)
+
+        return result
+
+    def _look_there(self, shard: DeviceShard, pool: ThreadPoolExecutor) -> Callable[[], _Looked]:
         """The same of a shard on an accelerator: its changed values alone are copied here."""
-        if not shard.is_finite():
-            return None
         integers = shard.integers()
         held = self._snapshot.get(shard.name)
-        place = (shard.start, integers.numel(), shard.dtype)
+        place = (shard.start, shard.count, shard.dtype)
+        found: Change | _Held | None
         if held is None or held.place != place or held.mirror is None:
             values = to_bits(shard.tensor).copy()
             history = no_history(values.size)
-            return _Looked(
-                _Held(shard.start, shard.dtype, values, history, integers.clone()), values
+            found = _Held(shard.start, shard.dtype, values, history, integers.clone())
+        else:
+            where = torch.nonzero(integers != held.mirror).reshape(-1)
+            found = Change(
+                where.to("cpu", torch.int32).numpy(),
+                integers[where].cpu().numpy().view(held.bits.dtype),
             )
-        where = torch.nonzero(integers != held.mirror).reshape(-1)
-        change = Change(
-            where.to("cpu", torch.int32).numpy(),
-            integers[where].cpu().numpy().view(held.bits.dtype),
-        )
-        values = held.bits.copy()
-        values[change.indices] = change.values
-        return _Looked(change, values)
+            values = held.bits.copy()
+            values[found.indices] = found.values
+        if not shard.is_finite():
+            found = None
+        made = pool.submit(piece, values, shard.start)
+        return lambda: _Looked(found, made.result())
 
     def _encode(self, changes: Mapping[str, Change]) -> bytes:
         moved = {name: change for name, change in changes.items() if change.indices.size}

@@ -35,9 +35,10 @@ import zstandard
 from rich.progress import track
 
 from tasks.training.policy import load_policy, resolve_model_dir
-from tasks.weights.bits import Bits, is_finite, to_bits
-from tasks.weights.codec import Change, Range, changed, decode, threads
-from tasks.weights.digest import piece, tensor_digest
+from tasks.weights.bits import Bits, to_bits
+from tasks.weights.codec import Change, Range, decode, threads
+from tasks.weights.compare import Compared, begin, changed
+from tasks.weights.digest import tensor_digest
 from tasks.weights.entropy import exponent_limit
 from tasks.weights.history import advance, no_history
 from tasks.weights.shards import pack_delta, unpack_delta
@@ -266,6 +267,16 @@ def _read(weights: Weights) -> None:
         list(pool.map(lambda part: part[: part.size // 4 * 4].view(np.uint64).max(), parts))
 
 
+def _compare(weights: Weights) -> list[Compared]:
+    """As a publisher does: every tensor at once, its pieces on all threads."""
+    with ThreadPoolExecutor(threads()) as pool:
+        begun = [
+            begin(pool, old, new, "bfloat16", 0)
+            for old, new in zip(weights.old, weights.new, strict=True)
+        ]
+        return [result() for result in begun]
+
+
 def _speed(size: str) -> dict[str, Any]:
     weights = like_training(QWEN_3B)
     total = sum(bits.size for bits in weights.old)
@@ -285,10 +296,9 @@ def _speed(size: str) -> dict[str, Any]:
 
     small = [Range("w", 0, "bfloat16", weights.old[-1], weights.history[-1])]
     decode(*_halves(pack_delta(small, [changed(weights.old[-1], weights.new[-1])])), small)
-    changes = timed("compare", lambda: list(map(changed, weights.old, weights.new)))
-    timed("finite", lambda: each(lambda bits: is_finite(bits, "bfloat16"), weights.new))
-    digests = timed("digest", lambda: each(lambda bits: piece(bits, 0), weights.new))
-    assert len(digests) == len(weights.new)
+    compared = timed("compare, digest", lambda: _compare(weights))
+    assert all(one.finite for one in compared)
+    changes = [one.change for one in compared]
     ranges = [
         Range(str(at), 0, "bfloat16", old, history)
         for at, (old, history) in enumerate(zip(weights.old, weights.history, strict=True))

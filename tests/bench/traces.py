@@ -26,7 +26,8 @@ from tasks.data.miniature import generate
 from tasks.data.questions import from_row, pool
 from tasks.training.policy import load_policy, load_tokenizer, resolve_model_dir, token_logprobs
 from tasks.weights.bits import Bits, to_bits
-from tasks.weights.codec import Change, changed
+from tasks.weights.codec import Change
+from tasks.weights.compare import changed
 
 CACHE = Path.home() / ".cache" / "kindling-bench"
 
