@@ -63,10 +63,11 @@ def train(
     config = resolve(preset, overrides)
     inputs = load_inputs(config, home_folder() / "cache")
     with attached(config, get_run_logger()) as cluster:
-        policy = stages.base_policy(cluster, inputs)
+        policy = stages.base_policy(cluster, inputs, resume)
         with open_run(preset, inputs, cluster, policy, resume) as run, live_table(run.history):
             released = stages.prepare(run)
-            stages.evaluate(run, released)
+            if not run.evaluated:
+                stages.evaluate(run, released)
             for step in run.remaining_steps:
                 batch = stages.at(stages.rollout, step)(run, step, released)
                 updated = stages.at(stages.update, step)(run, batch)

@@ -1,13 +1,14 @@
 """Make a policy that knows the search protocol: the start of a preset's reinforcement learning.
 
-    python -m flows.warm_start --preset tiny --base new --output deployments/policies/tiny ...
+    python -m flows.warm_start --preset smollm2 --data path/to/hotpotqa_train.jsonl
 
-writes a Hugging Face folder and `provenance.json`. A preset with `model.warm_start` does the same
-inside its own runs, once; this flow is for keeping the result, as the repository does for `tiny`.
+makes it in the store, where the preset's own runs find it: a run makes it itself where it is not
+there. An interrupted one goes on from its last saved state. `--output` also writes it to a folder.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,99 +16,113 @@ import typer
 from prefect import flow, get_run_logger
 from pydantic import BaseModel
 
-from flows.cli import overrides_from, run_flow
+from flows.cli import check_inputs, overrides_from, run_flow
+from infra.local import attached
 from infra.state import home_folder
-from tasks.config import Overrides, resolve
-from tasks.data.hotpotqa import load_questions
+from tasks.config import Overrides, TrainConfig, resolve
 from tasks.errors import ConfigError
-
-REPORT_EVERY = 50
 
 
 class Made(BaseModel):
-    """The policy's folder and where it comes from."""
+    """Where the policy is, and where it comes from. `prefix` is of keys in the store."""
 
-    folder: str
+    prefix: str
+    folder: str | None
     provenance: dict[str, Any]
 
     def line(self, label: str, seconds: float) -> str:
         """The result for a human, one line."""
-        loss = self.provenance["final_loss"]
-        return f"{label}: policy in {self.folder}, loss {loss:.3f}, {seconds:.0f} s"
+        came, where = self.provenance, f"{self.prefix} in the store"
+        if self.folder is not None:
+            where += f" and {self.folder}"
+        return (
+            f"{label}: policy at {where}, loss {came['first_loss']:.3f} -> "
+            f"{came['final_loss']:.3f} in {came['steps']} steps on {came['demonstrations']} "
+            f"demonstrations, {seconds:.0f} s"
+        )
 
 
 @flow(name="warm-start", persist_result=False)
 def warm_start(
-    output: str,
-    preset: str = "tiny",
-    base: str | None = None,
+    preset: str = "smollm2",
+    output: str | None = None,
     overrides: Overrides | None = None,  # type: ignore[valid-type]
 ) -> Made:
-    """Fine-tunes a policy on demonstrations of the preset's own questions.
+    """Fine-tunes a policy on demonstrations, built from the preset's questions or from a file.
 
     Args:
-        output: Folder to write; must not exist.
         preset: A file of deployments/presets, without its ending.
-        base: Model to start from instead of the preset's; "new" makes the tiny one from nothing.
+        output: Folder to write the policy to as well; must not exist.
         overrides: Fields to change in the preset; model.warm_start says how.
     """
-    from tasks.data.questions import pool
-    from tasks.retrieval.bm25 import build
-    from tasks.training import tiny_policy
-    from tasks.training import warm_start as work
-    from tasks.training.demonstrations import Corpus, chosen_questions
-    from tasks.training.policy import load_policy, load_tokenizer, resolve_model_dir
+    from tasks import stages
+    from tasks.inputs import load_inputs
+    from tasks.store import ObjectStore
+    from tasks.training.stored_policy import provenance_of
+    from tasks.weights.final import fetch_checkpoint
 
-    log = get_run_logger()
     config = resolve(preset, overrides)
-    settings = work.settings_of(config)
-    folder = Path(output)
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; name a folder that does not, or remove it")
-    questions = load_questions(config.data.train)
-    model: Any
-    tokenizer: Any
-    if base == "new":
-        tokenizer = tiny_policy.build_tokenizer()
-        model = tiny_policy.build_model(tokenizer, config.seed)
-    else:
-        found = resolve_model_dir(base or config.model.path, home_folder() / "cache" / "models")
-        tokenizer = load_tokenizer(found, config.model.chat)
-        model = load_policy(found)
-    passages = pool(questions)
-    index = build(passages, config.retrieval.k1, config.retrieval.b)
+    check(config, output)
+    inputs = load_inputs(config, home_folder() / "cache")
+    with attached(config, get_run_logger()) as cluster:
+        prefix = stages.base_policy(cluster, inputs)
+        assert prefix is not None
+        store = ObjectStore(cluster.store)
+        if output is not None:
+            found = fetch_checkpoint(store, prefix, cluster.cache_dir / "models")
+            shutil.copytree(found, output)
+        return Made(prefix=prefix, folder=output, provenance=provenance_of(store, prefix))
 
-    def report(step: int, steps: int, loss: float) -> None:
-        if step % REPORT_EVERY == 0 or step + 1 == steps:
-            log.info("step %d of %d, loss %.3f", step, steps, loss)
 
-    chosen = chosen_questions(questions, settings, config.seed)
-    corpus = Corpus(chosen, index)
-    provenance = work.warm_start(config, model, tokenizer, corpus, report)
-    provenance["base"] = base or config.model.path
-    work.save_policy(model, tokenizer, provenance, folder)
-    return Made(folder=str(folder), provenance=provenance)
+def check(config: TrainConfig, output: str | None) -> None:
+    """What else must hold before anything starts.
+
+    Raises:
+        ConfigError: there is nothing to do, or something where the policy is to be written.
+    """
+    if config.model.warm_start is None:
+        raise ConfigError(
+            "model.warm_start is not set; give at least model.warm_start.demonstrations"
+        )
+    if output is not None and Path(output).exists():
+        raise ConfigError(f"{output} exists; name a folder that does not, or remove it")
 
 
 def main(
-    output: Annotated[str, typer.Option(help="Folder to write; must not exist.")],
-    preset: Annotated[str, typer.Option(help="A file of deployments/presets.")] = "tiny",
-    base: Annotated[str | None, typer.Option(help="Start model; 'new' for a tiny one.")] = None,
+    preset: Annotated[str, typer.Option(help="A file of deployments/presets.")] = "smollm2",
+    output: Annotated[
+        str | None, typer.Option(help="Folder to write it to as well; must not exist.")
+    ] = None,
+    base: Annotated[str | None, typer.Option(help="Start model (model.path).")] = None,
+    data: Annotated[str | None, typer.Option(help="Questions to demonstrate (data.train).")] = None,
+    trajectories: Annotated[
+        str | None,
+        typer.Option(help="JSONL of trajectories instead (model.warm_start.trajectories)."),
+    ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Any field: model.warm_start.good_share=0.3")
     ] = None,
 ) -> None:
     """Makes a policy by supervised fine-tuning on demonstrations."""
+    named = {
+        "model.path": base,
+        "data.train": data,
+        "model.warm_start.trajectories": trajectories,
+    }
+
+    def check_all(config: TrainConfig) -> None:
+        check(config, output)
+        check_inputs(config)
+
     run_flow(
         "warm-start",
         warm_start,
         lambda: {
-            "output": output,
             "preset": preset,
-            "base": base,
-            "overrides": overrides_from({}, changes or ()),
+            "output": output,
+            "overrides": overrides_from(named, changes or ()),
         },
-        lambda config: load_questions(config.data.train),
+        check_all,
     )
 
 

@@ -83,16 +83,43 @@ def start_workers(
     Raises:
         ClusterError: the machine has GPUs, but fewer than one role needs.
     """
-    gpus = assign_gpus(visible_gpus(), cluster.rollout_workers, cluster.trainer_ranks)
-    plan = [(ROLLOUT, i, cluster.rollout_threads) for i in range(cluster.rollout_workers)]
-    plan += [(TRAINER, i, cluster.trainer_threads) for i in range(cluster.trainer_ranks)]
-    children = []
-    for resource, index, threads in plan:
-        name = f"{resource.lower()}-{index}"
-        env = worker_environment(threads, gpus.get(name))
-        command = worker_command(scheduler, name, resource, folder)
-        children.append(group.start(name, command, env=env))
-    return children
+    gpus = gpus_of(cluster)
+    plan = [(ROLLOUT, i) for i in range(cluster.rollout_workers)]
+    plan += [(TRAINER, i) for i in range(cluster.trainer_ranks)]
+    return [
+        start_worker(group, scheduler, cluster, folder, resource, index, gpus)
+        for resource, index in plan
+    ]
+
+
+def start_worker(
+    group: ProcessGroup,
+    scheduler: str,
+    cluster: ClusterConfig,
+    folder: Path,
+    resource: str,
+    index: int,
+    gpus: Mapping[str, str],
+) -> Child:
+    """Start one worker; its Dask name is `worker_name`."""
+    name = worker_name(resource, index)
+    threads = cluster.rollout_threads if resource == ROLLOUT else cluster.trainer_threads
+    env = worker_environment(threads, gpus.get(name))
+    return group.start(name, worker_command(scheduler, name, resource, folder), env=env)
+
+
+def worker_name(resource: str, index: int) -> str:
+    return f"{resource.lower()}-{index}"
+
+
+def gpus_of(cluster: ClusterConfig) -> dict[str, str]:
+    """The GPU of each worker that this cluster has or may grow to; empty without GPUs.
+
+    Raises:
+        ClusterError: the machine has GPUs, but fewer than one role needs.
+    """
+    rollout = cluster.rollout_workers_most or cluster.rollout_workers
+    return assign_gpus(visible_gpus(), rollout, cluster.trainer_ranks)
 
 
 def worker_command(scheduler: str, name: str, resource: str, folder: Path) -> list[str]:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.cluster import connect, start_scheduler, start_workers, wait_for_workers
+from infra.elastic import LocalPool
 from infra.object_store import read_credentials, remove_sockets, start_store
 from infra.prefect_server import configured_api, is_healthy, start_prefect, using_api
 from infra.processes import ProcessGroup, environment, is_alive, stop_children
@@ -97,8 +98,26 @@ def attached(config: TrainConfig, log: Log, home: Path | None = None) -> Iterato
     Raises:
         As `services`.
     """
-    with services(config, home) as found, connect(found.scheduler, config.cluster.wait_s) as client:
-        yield Attached(client, found.store, home_folder(home) / "cache", log)
+    folder = home_folder(home)
+    with (
+        services(config, home) as found,
+        _pool(config.cluster, found.scheduler, folder) as pool,
+        connect(found.scheduler, config.cluster.wait_s) as client,
+    ):
+        yield Attached(client, found.store, folder / "cache", log, pool)
+
+
+@contextmanager
+def _pool(cluster: ClusterConfig, scheduler: str, home: Path) -> Iterator[LocalPool | None]:
+    """Where a run that may grow takes workers from: this machine."""
+    if cluster.rollout_workers_most in (None, cluster.rollout_workers):
+        yield None
+        return
+    pool = LocalPool(scheduler, cluster, home)
+    try:
+        yield pool
+    finally:
+        pool.close()
 
 
 @contextmanager

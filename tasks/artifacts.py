@@ -5,21 +5,34 @@ from __future__ import annotations
 import base64
 import html
 import io
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect.artifacts import (
+    create_link_artifact,
     create_markdown_artifact,
     create_progress_artifact,
     create_table_artifact,
     update_progress_artifact,
 )
 
+from infra.state import home_folder
+from tasks.console import markdown_table, sweep_tables
+from tasks.evaluation.outcomes import Outcomes, compare
+from tasks.evaluation.reader import Reading, choose, reading
+from tasks.evaluation.report import Report, render
+from tasks.evaluation.seeds import SeedRun, to_json
 from tasks.metrics import History
-from tasks.rollout.trajectory import GroupSummary, Trajectory, group_from_bytes
+from tasks.rollout.trajectory import Trajectory, group_from_bytes
+from tasks.store import ObjectMissing
 from tasks.weights.look import cells, chained, row_of_published
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tasks.evaluation.held_out import Evaluated
     from tasks.inputs import Inputs
     from tasks.run import Run
     from tasks.store import ObjectStore
@@ -28,6 +41,8 @@ if TYPE_CHECKING:
 
 SAMPLES = 5
 VERSIONS = 20
+LINK_S = 7 * 24 * 3600
+"""How long a report's link opens: the longest that S3 signs for."""
 
 
 def start_progress() -> Any:
@@ -46,26 +61,157 @@ def evaluation(
     inputs: Inputs,
     store: ObjectStore,
     history: History,
-    sampled: Sequence[GroupSummary],
-) -> None:
-    """The tables and the curve so far, and five trajectories of the last evaluation."""
+    evaluated: Evaluated,
+) -> Path:
+    """The tables and the curve so far, five trajectories of the evaluation, and its report.
+
+    The report is kept in the store, and in the state folder of this machine for a reader without
+    the store's credentials, or after it has stopped. Returns its path there.
+    """
     if history.steps:
         create_table_artifact(
             table_rows(history), key="metrics", description=f"Run {name}, a row a step"
         )
     create_markdown_artifact(curve_markdown(name, history), key="exact-match")
-    chosen = sampled[:: max(1, len(sampled) // SAMPLES)][:SAMPLES]
-    groups = [group_from_bytes(data) for data in store.get_many([s.key for s in chosen])]
-    asked = {q.id: (q.question, q.answers) for q in inputs.held_out}
+    readings = _readings(inputs, store, evaluated)
+    sampled = [one for one in readings if one.mode == "sampled"]
     pages = [
-        trajectory_markdown(*asked[group.question_id], group.trajectories[0], inputs.tokenizer)
-        for group in groups
+        trajectory_markdown(
+            one.question.question, one.question.answers, one.trajectory, inputs.tokenizer
+        )
+        for one in sampled[:: max(1, len(sampled) // SAMPLES)][:SAMPLES]
     ]
-    version = history.evaluations[-1].version
+    version = evaluated.record.version
     create_markdown_artifact(
         f"# Five held-out trajectories at version {version}\n\n" + "\n\n---\n\n".join(pages),
         key="trajectories",
     )
+    return _report(name, inputs, store, history, evaluated, readings)
+
+
+def _readings(inputs: Inputs, store: ObjectStore, evaluated: Evaluated) -> list[Reading]:
+    chosen = choose(evaluated.groups)
+    found = store.get_many([one.group.key for one in chosen])
+    asked = {question.id: question for question in inputs.held_out}
+    return [
+        reading(
+            one.mode,
+            asked[one.group.question_id],
+            group_from_bytes(data),
+            one.number,
+            inputs.tokenizer,
+        )
+        for one, data in zip(chosen, found, strict=True)
+    ]
+
+
+def _report(
+    name: str,
+    inputs: Inputs,
+    store: ObjectStore,
+    history: History,
+    evaluated: Evaluated,
+    readings: Sequence[Reading],
+) -> Path:
+    """Writes the evaluation's outcomes and its report, and links the report from the run."""
+    record, outcomes = evaluated.record, evaluated.outcomes
+    store.put(outcomes_key(name, record.version), outcomes.to_json())
+    first = history.evaluations[0]
+    earlier = _outcomes(store, name, first.version) if first.version != record.version else None
+    comparable = earlier is not None and earlier.question_ids == outcomes.question_ids
+    page = render(
+        Report(
+            name=name,
+            config=inputs.config,
+            history=history,
+            evaluation=record,
+            readings=readings,
+            comparisons=compare(outcomes, earlier) if earlier and comparable else (),
+            against=first if comparable else None,
+        )
+    ).encode()
+    key = report_key(name, record.version)
+    store.put(key, page)
+    path = home_folder() / "reports" / name / Path(key).name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(page)
+    create_link_artifact(
+        store.signed_url(key, "text/html; charset=utf-8", LINK_S),
+        link_text=f"Report of version {record.version}",
+        key="report",
+        description=(
+            f"{record.line()}\n\nThe link opens for {LINK_S // 86_400} days while the store runs, "
+            f"for whoever has it. The same page is `{path}` on `{socket.gethostname()}`, and "
+            f"`{key}` in the store."
+        ),
+    )
+    return path
+
+
+def sweep(name: str, store: ObjectStore, runs: Sequence[SeedRun]) -> None:
+    """A sweep as far as it is: its results in the store, tables and a curve a seed."""
+    store.put(sweep_key(name), to_json(runs))
+    tables = sweep_tables(runs)
+    create_markdown_artifact(sweep_markdown(name, runs, tables), key="sweep")
+
+
+def sweep_key(name: str) -> str:
+    """Where the store keeps a sweep's runs and their evaluations."""
+    return f"sweeps/{name}.json"
+
+
+def sweep_markdown(name: str, runs: Sequence[SeedRun], tables: Sequence[Table]) -> str:
+    """Held-out exact match over steps, a curve a seed, and the tables."""
+    picture = base64.b64encode(_seeds_png(runs)).decode()
+    parts = [f"# Sweep {name}", f"![exact match over steps](data:image/png;base64,{picture})"]
+    parts += [markdown_table(table) for table in tables]
+    return "\n\n".join(parts) + "\n"
+
+
+def _seeds_png(runs: Sequence[SeedRun]) -> bytes:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), dpi=100)
+    axes = figure.subplots()
+    variants = list(dict.fromkeys(run.variant for run in runs))
+    for run in runs:
+        steps = [e.step for e in run.evaluations]
+        values = [e.sampled.exact_match for e in run.evaluations]
+        color = f"C{variants.index(run.variant) % 10}"
+        axes.plot(steps, values, ".-", color=color, alpha=0.6, linewidth=1)
+    for number, variant in enumerate(variants):
+        axes.plot([], [], ".-", color=f"C{number % 10}", label=variant)
+    axes.set(xlabel="step", ylabel="held-out exact match, sampled", ylim=(0, 1))
+    axes.legend(title="a line a seed")
+    figure.tight_layout()
+    return _png(figure)
+
+
+def comparison(first: str, second: str, rows: list[dict[str, Any]]) -> None:
+    """How two evaluations of the same questions differ, a row a score."""
+    create_table_artifact(
+        rows,
+        key="comparison",
+        description=f"{first} against {second}: paired bootstrap over questions, 95 %",
+    )
+
+
+def report_key(run: str, version: int) -> str:
+    """Where the store keeps the report of an evaluation."""
+    return f"runs/{run}/evaluations/{version:06d}.html"
+
+
+def outcomes_key(run: str, version: int) -> str:
+    """Where the store keeps what an evaluation found question by question."""
+    return f"runs/{run}/evaluations/{version:06d}.json"
+
+
+def _outcomes(store: ObjectStore, run: str, version: int) -> Outcomes | None:
+    """None for an evaluation whose outcomes were not kept."""
+    try:
+        return Outcomes.from_json(store.get(outcomes_key(run, version)))
+    except ObjectMissing:
+        return None
 
 
 def weights(name: str, published: Sequence[Published]) -> None:
@@ -164,6 +310,10 @@ def _curve_png(history: History) -> bytes:
     axes.set(xlabel="step", ylabel="exact match", ylim=(0, 1))
     axes.legend()
     figure.tight_layout()
+    return _png(figure)
+
+
+def _png(figure: Any) -> bytes:
     data = io.BytesIO()
     figure.savefig(data, format="png")
     return data.getvalue()

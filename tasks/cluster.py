@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from distributed import Client, Future
 
@@ -19,25 +19,43 @@ ROLLOUT = "ROLLOUT"
 TRAINER = "TRAINER"
 
 
+class WorkerPool(Protocol):
+    """Where a run takes further rollout workers from, and where they go back to."""
+
+    def start(self, count: int) -> None:
+        """Asks for so many more; they join the scheduler when they are up."""
+        ...
+
+    def names(self) -> list[str]:
+        """Dask names of those asked for that have not ended."""
+        ...
+
+
 @dataclass(frozen=True)
 class Attached:
     """What a flow works with once it is attached: a cluster, a store, a folder on every host for
-    caches, and where it logs."""
+    caches, where it logs, and where more workers come from, if from anywhere."""
 
     client: Client
     store: StoreLocation
     cache_dir: Path
     log: Log
+    pool: WorkerPool | None = None
+
+
+def names_of(client: Client, resource: str) -> dict[str, str]:
+    """Address -> name of the workers that offer a resource, ordered by name."""
+    found = {
+        address: str(info.get("name", address))
+        for address, info in client.scheduler_info(n_workers=-1)["workers"].items()
+        if info.get("resources", {}).get(resource)
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 def workers_with(client: Client, resource: str) -> list[str]:
     """Addresses of the workers that offer a resource, ordered by worker name."""
-    found = [
-        (str(info.get("name", address)), address)
-        for address, info in client.scheduler_info(n_workers=-1)["workers"].items()
-        if info.get("resources", {}).get(resource)
-    ]
-    return [address for _, address in sorted(found)]
+    return list(names_of(client, resource))
 
 
 def _call(address: str, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:

@@ -8,14 +8,26 @@ whole before anything is started.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from tasks.errors import ConfigError
 
+MAX_TOP_K = 100
+"""Passages a search can be asked for, also over HTTP."""
 PRESETS = Path(__file__).resolve().parent.parent / "deployments" / "presets"
 
 SEARCH_R1_INSTRUCTION = (
@@ -29,6 +41,14 @@ SEARCH_R1_INSTRUCTION = (
 )
 
 
+BUILT_IN_REWARDS = ("exact_match", "f1", "search_r1")
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+Advantage = Literal["grpo", "dr_grpo", "rloo"]
+Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"]
+Importance = Literal["sampler", "truncated", "off"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -38,10 +58,21 @@ class WarmStartConfig(_Section):
 
     Demonstrations are made from the training questions' supporting facts; a share of them plays
     well, the rest shows the protocol played badly, so that the policy is fluent but has everything
-    to learn. A policy is made once for the same settings and then kept in the store.
+    to learn. Or they are read from a file. A policy is made once for the same settings and then
+    kept in the store.
     """
 
-    demonstrations: int = Field(ge=1, description="Demonstration trajectories, each used once.")
+    demonstrations: int = Field(
+        ge=1,
+        description="Demonstration trajectories, each used once; where there are fewer questions "
+        "or lines, these are taken again in turn.",
+    )
+    trajectories: str | None = Field(
+        None,
+        min_length=1,
+        description="JSONL file of trajectories to learn instead, see "
+        "tasks/training/trajectory_file.py for its lines.",
+    )
     good_first: int = Field(
         0, ge=0, description="This many play well, first: what is to be learned before it is mixed."
     )
@@ -57,6 +88,15 @@ class WarmStartConfig(_Section):
     induction_steps: int = Field(
         0, ge=0, description="Steps on copying random tokens first (for a model made from nothing)."
     )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> WarmStartConfig:
+        built = self.worlds or self.good_first or self.good_share < 1
+        if self.trajectories is not None and built:
+            raise ValueError(
+                "trajectories are taken as they are; leave worlds, good_first and good_share unset"
+            )
+        return self
 
 
 class ModelConfig(_Section):
@@ -101,11 +141,36 @@ class DataConfig(_Section):
 
 
 class RetrievalConfig(_Section):
-    """BM25 over the pooled passages of all questions."""
+    """BM25 over the pooled passages of all questions, or a retriever that is served elsewhere."""
 
-    top_k: int = Field(3, ge=1, le=100, description="Passages a search returns at most.")
+    top_k: int = Field(3, ge=1, le=MAX_TOP_K, description="Passages a search returns at most.")
     k1: float = Field(1.2, gt=0, le=10, description="BM25 term-frequency saturation.")
     b: float = Field(0.75, ge=0, le=1, description="BM25 length normalisation.")
+    url: str | None = Field(
+        None,
+        description="A retriever that speaks Search-R1's protocol, e.g. "
+        "http://127.0.0.1:8000/retrieve; every worker must reach it. Empty: BM25 in process.",
+    )
+    time_limit_s: float = Field(
+        10.0, gt=0, le=600, description="Seconds one request to `url` may take."
+    )
+    attempts: int = Field(
+        6, ge=1, le=20, description="Tries of a request to `url` before the search has failed."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_url(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        parts = urlsplit(url)  # raises ValueError on brackets that are no IPv6 address
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError("expected an address like http://host:8000/retrieve")
+        if any(c.isspace() or not c.isprintable() for c in url):
+            raise ValueError("expected an address without blanks")
+        if parts.username is not None or parts.fragment:
+            raise ValueError("expected an address without credentials and fragment")
+        return url
 
 
 class RolloutConfig(_Section):
@@ -119,14 +184,38 @@ class RolloutConfig(_Section):
     max_prompt_tokens: int = Field(4096, ge=1, description="Tokens of the prompt at most.")
     temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling mass.")
-    reward: Literal["exact_match", "f1"] = Field("exact_match", description="What is rewarded.")
+    reward: str = Field(
+        "exact_match",
+        description="What is rewarded: exact_match, f1, search_r1 (exact match as Search-R1 scores "
+        "it, to compare with published runs), or your own function, as package.module:function.",
+    )
     format_bonus: float = Field(
         0.0, ge=0, le=1, description="Added when the trajectory ends in a well-formed answer."
+    )
+    reward_timeout_s: float = Field(
+        10.0, gt=0, le=3600, description="Seconds a function of your own has for a trajectory."
+    )
+    max_failed_rewards: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="Share of a batch's groups that may be left out because a function of your own "
+        "failed on them; where more fail, the run stops.",
     )
     max_sequences: int = Field(256, ge=1, description="Sequences an engine decodes at once.")
     kv_cache_gib: float = Field(
         1.0, gt=0, description="KV cache of a CPU engine in GiB (GPU engines use what is free)."
     )
+
+    @field_validator("reward")
+    @classmethod
+    def _reward_is_built_in_or_a_function(cls, reward: str) -> str:
+        if reward not in BUILT_IN_REWARDS and not _FUNCTION.fullmatch(reward):
+            raise ValueError(
+                f"expected one of {', '.join(BUILT_IN_REWARDS)}, or a function's name as "
+                "package.module:function"
+            )
+        return reward
 
 
 class TrainingConfig(_Section):
@@ -147,10 +236,70 @@ class TrainingConfig(_Section):
     beta2: float = Field(0.999, ge=0, lt=1, description="AdamW second-moment decay.")
     weight_decay: float = Field(0.0, ge=0, le=1, description="AdamW decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip.")
+    advantage: Advantage = Field(
+        "grpo",
+        description="How a trajectory compares with its group: grpo (less the mean, over the "
+        "standard deviation), dr_grpo (less the mean), rloo (less the mean of the others).",
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip of the importance ratio.")
     clip_high: float = Field(0.2, gt=0, le=10, description="Upper clip of the importance ratio.")
-    kl_coefficient: float = Field(0.001, ge=0, description="Weight of the k3 KL to the base.")
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="Largest ratio that counts where the advantage is negative; empty: no bound.",
+    )
+    importance: Importance = Field(
+        "sampler",
+        description="Denominator of the ratio: sampler (the engine's log-probabilities), truncated "
+        "(the trainer's own before the batch's first optimizer step; the loss is weighed by their "
+        "ratio to the engine's, up to importance_bound), off (the same without that weight: "
+        "engine and trainer taken as equal; for ablation).",
+    )
+    importance_bound: float = Field(
+        2.0, gt=0, description="Largest weight of a token with importance = truncated."
+    )
+    mismatch_alarm: float = Field(
+        0.2,
+        gt=0,
+        description="KL of sampler to trainer, in nats a token, above which the run stops before "
+        "the optimizer step.",
+    )
+    kl_coefficient: float = Field(0.001, ge=0, description="Weight of the KL to the base.")
+    kl_estimator: KlEstimator = Field(
+        "k3", description="Estimator of the KL to the base (k1 has no gradient on average)."
+    )
     entropy_coefficient: float = Field(0.001, ge=0, description="Weight of the entropy bonus.")
+    aggregation: Aggregation = Field(
+        "token_mean",
+        description="From tokens to a loss: mean over the mini-batch's tokens, or mean over "
+        "trajectories of their token means, or of their token sums over aggregation_constant.",
+    )
+    aggregation_constant: float | None = Field(
+        None,
+        gt=0,
+        description="Tokens that sequence_mean_token_sum divides by; empty: model.context.",
+    )
+    zero_variance: Literal["keep", "refill"] = Field(
+        "keep",
+        description="Groups whose rewards are all equal: keep (they carry no policy gradient), or "
+        "refill (sample further questions in their place).",
+    )
+    refill_rounds: int = Field(
+        3,
+        ge=1,
+        le=64,
+        description="How often a step samples further questions at most with zero_variance = "
+        "refill; then it trains on the groups it has.",
+    )
+    truncated: Literal["score", "mask"] = Field(
+        "score",
+        description="Trajectories that ran out of room: score (train on them as on any), or mask "
+        "(out of the loss; their rewards stay in the group's baseline).",
+    )
+    train_on_observations: bool = Field(
+        False,
+        description="Also train on what the retriever wrote: a known fault, for ablation only.",
+    )
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
 
 
@@ -164,6 +313,18 @@ class ClusterConfig(_Section):
     """The machines. Unset addresses mean: attach to `infra.local up`, or start an embedded one."""
 
     rollout_workers: int = Field(1, ge=1, le=4096, description="Workers that hold an engine.")
+    rollout_workers_most: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="Workers a run may grow to while work waits; empty: it does not grow.",
+    )
+    drain_s: float = Field(
+        60.0, gt=0, description="A growing run adds workers to be done with its queue in this time."
+    )
+    idle_s: float = Field(
+        120.0, gt=0, description="An added worker that had nothing to do for so long is given back."
+    )
     trainer_ranks: int = Field(2, ge=1, le=4096, description="Ranks of the trainer group.")
     rollout_threads: int = Field(2, ge=1, description="CPU threads of a rollout worker.")
     trainer_threads: int = Field(1, ge=1, description="CPU threads of a trainer rank.")
@@ -175,6 +336,16 @@ class ClusterConfig(_Section):
     store_bucket: str = Field(
         "kindling", pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", description="Bucket."
     )
+
+    @model_validator(mode="after")
+    def _grows_upwards(self) -> ClusterConfig:
+        most = self.rollout_workers_most
+        if most is not None and most < self.rollout_workers:
+            raise ValueError(
+                f"rollout_workers_most is {most}, less than rollout_workers, which is "
+                f"{self.rollout_workers}; raise the first or lower the second"
+            )
+        return self
 
 
 class EvaluationConfig(_Section):
@@ -248,11 +419,12 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A tree of fields with the changes laid over it, section by section; neither is changed."""
     merged = dict(base)
     for key, value in changes.items():
         deeper = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if deeper else value
+        merged[key] = merge(merged[key], value) if deeper else value
     return merged
 
 
@@ -269,7 +441,7 @@ def resolve(preset: str, overrides: BaseModel | dict[str, Any] | None = None) ->
     if isinstance(overrides, BaseModel):
         overrides = overrides.model_dump(exclude_none=True)
     try:
-        merged = _merge(tomllib.loads(path.read_text()), overrides or {})
+        merged = merge(tomllib.loads(path.read_text()), overrides or {})
         return TrainConfig.model_validate(merged)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}; mend it") from None

@@ -24,6 +24,10 @@ class PolicyError(KindlingError, ValueError):
     """A model folder, a tokenizer or a prompt does not fit what the run asks of it."""
 
 
+class RetrieverError(KindlingError, OSError):
+    """A retriever does not answer in time, or not as Search-R1's protocol says."""
+
+
 class StoreError(KindlingError, OSError):
     """The object store does not answer, refuses the credentials or lacks an object."""
 
@@ -40,6 +44,10 @@ class NotFiniteError(KindlingError, ArithmeticError):
     """A loss, a gradient or a weight is NaN or infinite; nothing was changed."""
 
 
+class MismatchError(KindlingError, ArithmeticError):
+    """Sampler and trainer disagree on the policy's log-probabilities; nothing was changed."""
+
+
 class ClusterError(KindlingError, RuntimeError):
     """The scheduler is unreachable or lacks the workers the run needs."""
 
@@ -54,6 +62,14 @@ class RunClosed(KindlingError, RuntimeError):
 
 class UnitFailed(KindlingError, RuntimeError):
     """A rollout unit failed; the message names the unit, the worker and the cause."""
+
+
+class RewardError(KindlingError, RuntimeError):
+    """A reward function cannot be used, or failed; names the function, and the trajectory."""
+
+
+class SeedFailed(KindlingError, RuntimeError):
+    """A run of a sweep failed; the message names its seed, and where the others' results are."""
 
 
 class ServiceError(KindlingError, RuntimeError):

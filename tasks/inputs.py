@@ -13,15 +13,23 @@ from tasks.data.order import batch
 from tasks.data.questions import Passage, Question, pool
 from tasks.errors import DataError
 from tasks.retrieval.bm25 import build, index_key
+from tasks.retrieval.http_client import check_retriever
 from tasks.retrieval.stored import is_stored, store_index
 from tasks.rollout.protocol import SearchProtocol
+from tasks.rollout.reward import check_reward
 from tasks.store import ObjectStore
+from tasks.training.demonstrations import chosen_questions
 from tasks.training.policy import load_tokenizer, resolve_model_dir
+from tasks.training.trajectory_file import parse_trajectories, read_file
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Checked inputs of a run. The corpus is the pooled passages of all its questions."""
+    """Checked inputs of a run. The corpus is the pooled passages of all its questions; with
+    retrieval.url it is served elsewhere, and passages and index_key are empty and None.
+
+    trajectories: the file model.warm_start.trajectories, if there is one.
+    """
 
     config: TrainConfig
     train: Questions
@@ -29,30 +37,40 @@ class Inputs:
     passages: tuple[Passage, ...]
     model_dir: Path
     tokenizer: Any
-    index_key: str
+    index_key: str | None
+    trajectories: bytes = b""
 
 
 def load_inputs(config: TrainConfig, cache_dir: Path) -> Inputs:
-    """Reads and checks everything a run needs that is not a service.
+    """Reads and checks everything a run needs that it does not start itself.
 
     Raises:
-        DataError: a dataset is unreadable, empty or laid out wrongly, or a held-out question is
-            also trained on.
+        ConfigError: the reward cannot be used.
+        DataError: a dataset or a file of demonstrations is unreadable, empty or laid out wrongly,
+            or a held-out question is also trained on.
         PolicyError: the model folder is incomplete, its tokenizer has no chat template where one
             is needed, or a prompt is too long.
+        RetrieverError: there is none at retrieval.url.
     """
+    check_reward(config)
     model_dir = resolve_model_dir(config.model.path, cache_dir / "models")
     tokenizer: Any = load_tokenizer(model_dir, config.model.chat)
     train, held_out = _questions(config)
-    _check_prompts(SearchProtocol(tokenizer, config.model, config.rollout), config, train, held_out)
-    passages = pool([*train, *held_out])
-    key = index_key(passages, config.retrieval.k1, config.retrieval.b)
-    return Inputs(config, train, held_out, passages, model_dir, tokenizer, key)
+    protocol = SearchProtocol(tokenizer, config.model, config.rollout)
+    _check_prompts(protocol, config, train, held_out)
+    trajectories = _check_demonstrations(protocol, config, train)
+    passages: tuple[Passage, ...] = ()
+    key = None
+    if config.retrieval.url is None:
+        passages = pool([*train, *held_out])
+        key = index_key(passages, config.retrieval.k1, config.retrieval.b)
+    check_retriever(config.retrieval)
+    return Inputs(config, train, held_out, passages, model_dir, tokenizer, key, trajectories)
 
 
 def ensure_index(inputs: Inputs, store: ObjectStore) -> bool:
-    """Builds and stores the BM25 index where the store lacks it; True if it was built."""
-    if is_stored(store, inputs.index_key):
+    """Builds and stores the BM25 index where one is needed and not there; True if it was built."""
+    if inputs.index_key is None or is_stored(store, inputs.index_key):
         return False
     retrieval = inputs.config.retrieval
     store_index(store, build(inputs.passages, retrieval.k1, retrieval.b))
@@ -91,3 +109,17 @@ def _check_prompts(
         protocol.prompt(train[index].question)
     for question in held_out:
         protocol.prompt(question.question)
+
+
+def _check_demonstrations(protocol: SearchProtocol, config: TrainConfig, train: Questions) -> bytes:
+    """Reads the file of demonstrations, or encodes the prompts of those that will be built."""
+    settings = config.model.warm_start
+    if settings is None:
+        return b""
+    if settings.trajectories is not None:
+        data = read_file(settings.trajectories)
+        parse_trajectories(data, settings.trajectories, protocol, config)
+        return data
+    for question in chosen_questions(train, settings, config.seed) if not settings.worlds else ():
+        protocol.prompt(question.question)
+    return b""

@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
+from tasks.evaluation.breakdown import Row
+from tasks.evaluation.intervals import Interval
+from tasks.rollout.refill import is_uniform
 from tasks.rollout.trajectory import GroupSummary
 
 
@@ -15,7 +18,16 @@ from tasks.rollout.trajectory import GroupSummary
 class BatchStats:
     """Means over the trajectories of a batch of groups.
 
+    All groups that were sampled count, also those that are not trained on: else the reward of a
+    step that was filled up would be that of questions of middling difficulty.
+
     uniform_groups: share of groups whose trajectories all have the same reward (no gradient).
+    dropped: groups left out, since the reward function failed on them.
+    search_r1: exact match as Search-R1 counts it, for comparison with published runs.
+    refilled_groups: sampled beyond questions_per_step, in place of uniform ones.
+    trained_groups: what the update gets.
+    gold_recall: share of the questions' gold titles that an observation showed; None where no
+        question names any.
     """
 
     groups: int
@@ -30,10 +42,28 @@ class BatchStats:
     searches: float
     invalid_actions: float
     uniform_groups: float
+    dropped: int = 0
+    search_r1: float = 0.0
+    refilled_groups: int = 0
+    trained_groups: int = 0
+    gold_recall: float | None = None
+
+    @property
+    def valid_actions(self) -> float:
+        """Share of the actions that were a search or an answer; 1 where there was none."""
+        valid = self.searches + self.answered
+        return valid / (valid + self.invalid_actions) if valid + self.invalid_actions else 1.0
 
 
-def batch_stats(groups: Sequence[GroupSummary]) -> BatchStats:
+def batch_stats(
+    groups: Sequence[GroupSummary],
+    dropped: int = 0,
+    refilled: int = 0,
+    trained: int | None = None,
+) -> BatchStats:
+    """Of the groups sampled; `trained` of them by default all."""
     all_of = [t for group in groups for t in group.trajectories]
+    recalls = [t.gold_recall for t in all_of if t.gold_recall is not None]
     return BatchStats(
         groups=len(groups),
         trajectories=len(all_of),
@@ -46,7 +76,12 @@ def batch_stats(groups: Sequence[GroupSummary]) -> BatchStats:
         truncated=fmean(t.end == "truncated" for t in all_of),
         searches=fmean(t.searches for t in all_of),
         invalid_actions=fmean(t.invalid_actions for t in all_of),
-        uniform_groups=fmean(len({t.reward for t in g.trajectories}) == 1 for g in groups),
+        uniform_groups=fmean(is_uniform(group) for group in groups),
+        dropped=dropped,
+        search_r1=fmean(t.search_r1 for t in all_of),
+        refilled_groups=refilled,
+        trained_groups=len(groups) if trained is None else trained,
+        gold_recall=fmean(recalls) if recalls else None,
     )
 
 
@@ -78,15 +113,20 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Exact match and F1 on held-out questions, greedy and sampled, with 95 % Wilson intervals."""
+    """Exact match and F1 on held-out questions, greedy and sampled, with 95 % Wilson intervals.
+
+    rows: the same by kind and level of question, with the rest that was counted.
+    """
 
     version: int
     step: int
     questions: int
     greedy: BatchStats
     sampled: BatchStats
-    greedy_interval: tuple[float, float]
-    sampled_interval: tuple[float, float]
+    greedy_interval: Interval
+    sampled_interval: Interval
+    rows: tuple[Row, ...] = ()
+    seconds: float = 0.0
 
     def line(self) -> str:
         """The evaluation for a human, one line."""
@@ -116,8 +156,12 @@ class History:
         rows.append({"kind": "loads", **self.loads})
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
+    def evaluation_at(self, step: int) -> Evaluation | None:
+        """The evaluation of the policy that has been trained so many steps."""
+        return next((e for e in reversed(self.evaluations) if e.step == step), None)
+
     @staticmethod
-    def before(step: int, data: bytes) -> History:
+    def before(step: float, data: bytes) -> History:
         """What `to_jsonl` wrote, less what happened from `step` on: where a resumed run goes on."""
         history = History()
         for line in data.decode().splitlines():
@@ -134,4 +178,5 @@ def _evaluation(row: dict[str, Any]) -> Evaluation:
     for name in ("greedy", "sampled"):
         row[name] = BatchStats(**row[name])
         row[f"{name}_interval"] = tuple(row[f"{name}_interval"])
+    row["rows"] = tuple(Row.from_dict(one) for one in row.get("rows", ()))
     return Evaluation(**row)

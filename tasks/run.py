@@ -7,6 +7,7 @@ warm and free for the next.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from distributed import Client
+from pydantic import ValidationError
 
 from tasks.cluster import Attached, Log
 from tasks.config import TrainConfig
@@ -34,7 +36,11 @@ from tasks.weights.commit import Published, existing_ref, known_runs
 
 # May differ between a run and its resumption: how long, how often, and on what machines.
 FREE_TO_CHANGE = {"cluster", "evaluation"}
-FREE_TRAINING = {"steps", "checkpoint_every"}
+FREE_FIELDS = {
+    "training": {"steps", "checkpoint_every", "mismatch_alarm"},
+    # A retriever may have moved; none in place of one, or the reverse, is another corpus.
+    "retrieval": {"url", "time_limit_s", "attempts"},
+}
 STALENESS_BOUND = 0
 
 
@@ -85,6 +91,11 @@ class Run:
     def remaining_steps(self) -> range:
         return range(self.next_step, self.config.training.steps)
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether the policy as it stands has been evaluated: a resumed run's may have been."""
+        return self.history.evaluation_at(self.next_step) is not None
+
     def due(self, every: int) -> bool:
         """Whether something done every so many steps is due after the step just trained."""
         return self.next_step == self.config.training.steps or self.next_step % every == 0
@@ -131,7 +142,7 @@ def open_run(
     store = ObjectStore(cluster.store)
     config, log, cache = inputs.config, cluster.log, str(cluster.cache_dir)
     name = resume or new_name(preset)
-    made = _resumable(store, name, config) if resume else _record(store, name, config)
+    made = _resumable(store, name, config) if resume else _record(store, name, config, policy)
     if ensure_index(inputs, store):
         log.info("built the BM25 index over %d passages", len(inputs.passages))
     start = made.step if made else 0
@@ -139,6 +150,7 @@ def open_run(
         cluster.client,
         RolloutSpec(name, name, config, cluster.store, inputs.index_key, cache),
         log,
+        cluster.pool,
     )
     try:
         spec = TrainerSpec(name, config, cluster.store, cache, resume is not None, policy)
@@ -200,24 +212,36 @@ def open_evaluation(
         folder = resolve_model_dir(checkpoint_path, cluster.cache_dir / "models")
         run, version = name, publish_checkpoint(store, name, folder)
     else:
-        version = _existing(store, run, version)
+        version = existing_version(store, run, version)
     ensure_index(inputs, store)
     cache = str(cluster.cache_dir)
     spec = RolloutSpec(name, run, inputs.config, cluster.store, inputs.index_key, cache)
-    fleet = Fleet(cluster.client, spec, cluster.log)
+    fleet = Fleet(cluster.client, spec, cluster.log, cluster.pool)
     try:
         yield OpenEvaluation(name, fleet, store, version)
     finally:
         fleet.close()
 
 
-def _existing(store: ObjectStore, run: str, version: int | None) -> int:
+def existing_version(store: ObjectStore, run: str, version: int | None) -> int:
+    """The version of the run, its newest for None.
+
+    Raises:
+        ConfigError: there is no such run or version.
+    """
     head = existing_ref(store, run)
     if version is None:
         return head.version
     if not 0 <= version <= head.version:
         raise ConfigError(f"run {run!r} has versions 0 to {head.version}, not {version}")
     return version
+
+
+def history_of(store: ObjectStore, run: str) -> History:
+    """A run's history as its metrics have it; empty where it has none."""
+    if not store.exists(metrics_key(run)):
+        return History()
+    return History.before(math.inf, store.get(metrics_key(run)))
 
 
 def _this_host(client: Client) -> str:
@@ -232,9 +256,16 @@ def _this_host(client: Client) -> str:
     return str(get_ip(host))
 
 
-def _record(store: ObjectStore, name: str, config: TrainConfig) -> None:
+def recorded(store: ObjectStore, name: str) -> dict[str, Any] | None:
+    """What was written down of a run when it began: its config, and the prefix of the policy it
+    was warm-started to (null for none). None where there is no such run."""
+    return json.loads(store.get(record_key(name))) if store.exists(record_key(name)) else None
+
+
+def _record(store: ObjectStore, name: str, config: TrainConfig, policy: str | None) -> None:
     """Writes down what the run is; once, before anything else of it exists."""
-    text = json.dumps({"run": name, "config": config.model_dump(mode="json")}, indent=1)
+    record = {"run": name, "policy": policy, "config": config.model_dump(mode="json")}
+    text = json.dumps(record, indent=1)
     try:
         store.create(record_key(name), text.encode())
     except StoreConflict as error:
@@ -246,14 +277,13 @@ def _history_before(store: ObjectStore, name: str, step: int) -> History:
 
 
 def _resumable(store: ObjectStore, name: str, config: TrainConfig) -> checkpoint.Checkpoint:
-    if not store.exists(record_key(name)):
+    record = recorded(store, name)
+    if record is None:
         raise ConfigError(
             f"run {name!r} does not exist in the store, so it cannot be resumed; known runs: "
             f"{known_runs(store)}"
         )
-    then = json.loads(store.get(record_key(name)))["config"]
-    now = config.model_dump(mode="json")
-    changed = _differences(then, now)
+    changed = _differences(_as_now(record["config"]), config.model_dump(mode="json"))
     if changed:
         raise ConfigError(
             f"run {name!r} cannot be resumed with other settings: {'; '.join(changed)}; repeat its "
@@ -263,6 +293,14 @@ def _resumable(store: ObjectStore, name: str, config: TrainConfig) -> checkpoint
     if made is None:
         raise ConfigError(f"run {name!r} ended before its first checkpoint; start a new run")
     return made
+
+
+def _as_now(then: dict[str, Any]) -> dict[str, Any]:
+    """A recorded config with the fields that it is too old to have at their defaults."""
+    try:
+        return TrainConfig.model_validate(then).model_dump(mode="json")
+    except ValidationError:  # of fields that are no more: `_differences` names them
+        return then
 
 
 def _differences(then: dict, now: dict) -> Sequence[str]:
@@ -276,6 +314,9 @@ def _differences(then: dict, now: dict) -> Sequence[str]:
         found += [
             f"{section}.{key} was {old.get(key)!r} and is {new!r}"
             for key, new in fields.items()
-            if old.get(key) != new and not (section == "training" and key in FREE_TRAINING)
+            if old.get(key) != new and key not in FREE_FIELDS.get(section, ())
         ]
+    urls = [config["retrieval"].get("url") for config in (then, now)]
+    if None in urls and urls != [None, None]:
+        found.append(f"retrieval.url was {urls[0]!r} and is {urls[1]!r}")
     return found

@@ -17,12 +17,14 @@ from prefect.cache_policies import NO_CACHE
 
 from tasks import artifacts
 from tasks.cluster import Attached
+from tasks.errors import MismatchError
 from tasks.evaluation.held_out import evaluate_version
 from tasks.inputs import Inputs
 from tasks.metrics import BatchStats, Evaluation, StepRecord, batch_stats
-from tasks.rollout.batches import train_units
+from tasks.rollout.batches import refill_available, refill_units, train_units
+from tasks.rollout.refill import Refill, is_uniform
 from tasks.rollout.trajectory import GroupSummary
-from tasks.run import Run
+from tasks.run import Run, recorded
 from tasks.store import ObjectStore
 from tasks.training import stored_policy
 from tasks.weights.commit import Published
@@ -69,15 +71,22 @@ class Released:
     seconds: float
 
 
-def base_policy(cluster: Attached, inputs: Inputs) -> str | None:
+def base_policy(cluster: Attached, inputs: Inputs, resume: str | None = None) -> str | None:
     """The warm-started policy the configuration asks for, made where the store lacks it.
+
+    Args:
+        resume: a run to go on with, which keeps the policy that it began with.
 
     Returns its prefix in the store; None where model.path is to be taken as it is.
     """
     if inputs.config.model.warm_start is None:
         return None
+    store = ObjectStore(cluster.store)
+    if resume is not None:
+        record = recorded(store, resume)
+        return record.get("policy") if record else None  # `open_run` says what there is none of
     prefix = stored_policy.policy_prefix(inputs)
-    if not stored_policy.is_made(ObjectStore(cluster.store), prefix):
+    if not stored_policy.is_made(store, prefix):
         # Bound beforehand: Prefect searches a task's arguments for futures, down to every passage.
         warm_start(partial(stored_policy.make_policy, cluster, inputs, prefix))
     cluster.log.info("policy: %s", prefix)
@@ -118,15 +127,56 @@ def rollout(run: Run, step: int, released: Released) -> Batch:
         units = train_units(run.inputs.train, run.config, admitted, released.published.version)
         run.fleet.offer(units)
     wanted = [f"train-{step:06d}-{i:05d}" for i in range(run.config.rollout.questions_per_step)]
-    groups = tuple(run.fleet.collect(wanted))
-    return Batch(step, groups, batch_stats(groups), time.perf_counter() - began)
+    groups = run.fleet.collect(wanted)
+    if run.config.training.zero_variance == "refill":
+        trained, stats = _refilled(run, step, released.published.version, groups)
+    else:
+        trained, stats = groups, batch_stats(groups, dropped=len(wanted) - len(groups))
+    return Batch(step, tuple(trained), stats, time.perf_counter() - began)
+
+
+def _refilled(
+    run: Run, step: int, version: int, groups: list[GroupSummary]
+) -> tuple[list[GroupSummary], BatchStats]:
+    """The groups to train on once uniform ones were made up for, and the numbers of all sampled."""
+    train, config = run.inputs.train, run.config
+    available = refill_available(train, config, step)
+    wanted = config.rollout.questions_per_step
+    refill = Refill(wanted, config.training.refill_rounds, available)
+    refill.take(groups)
+    while count := refill.ask():
+        span = range(refill.refilled - count, refill.refilled)
+        units = refill_units(train, config, step, version, span)
+        run.fleet.offer(units)
+        refill.take(run.fleet.collect([unit.unit_id for unit in units]))
+    trained = refill.trained()
+    uniform = sum(is_uniform(group) for group in trained)
+    if len(trained) < wanted or uniform:
+        run.log.warning(
+            "step %d: %d groups with a spread of rewards after %d further questions in %d rounds "
+            "(training.refill_rounds %d), wanted %d; training on %d groups",
+            step,
+            len(trained) - uniform,
+            refill.refilled,
+            refill.round,
+            config.training.refill_rounds,
+            wanted,
+            len(trained),
+        )
+    dropped = wanted + refill.refilled - len(refill.sampled)
+    return trained, batch_stats(refill.sampled, dropped, refill.refilled, len(trained))
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)
 def update(run: Run, batch: Batch) -> Updated:
     """The gang takes the batch's optimizer steps."""
     began = time.perf_counter()
-    metrics = run.trainers.update(batch.step, batch.groups)
+    try:
+        metrics = run.trainers.update(batch.step, batch.groups)
+    except MismatchError:
+        # Nothing was changed by it: what was learned since the last checkpoint is kept.
+        run.trainers.save_checkpoint(batch.step, {"version": run.version})
+        raise
     return Updated(batch.step, metrics, time.perf_counter() - began)
 
 
@@ -143,15 +193,14 @@ def publish(run: Run, updated: Updated) -> Released:
 @task(cache_policy=NO_CACHE, persist_result=False)
 def evaluate(run: Run, released: Released) -> Evaluation:
     """Every held-out question at the published version, greedy and sampled."""
-    made, sampled = evaluate_version(
-        run.fleet, run.inputs, released.published.version, run.next_step
-    )
-    run.history.evaluations.append(made)
+    evaluated = evaluate_version(run.fleet, run.inputs, released.published.version, run.next_step)
+    run.history.evaluations.append(evaluated.record)
     run.save_history()
-    run.log.info(made.line())
-    artifacts.evaluation(run.name, run.inputs, run.store, run.history, sampled)
+    run.log.info(evaluated.record.line())
+    report = artifacts.evaluation(run.name, run.inputs, run.store, run.history, evaluated)
+    run.log.info("report: %s", report)
     artifacts.weights(run.name, run.published)
-    return made
+    return evaluated.record
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)

@@ -129,6 +129,12 @@ class ObjectStore:
         """The object's size in bytes."""
         return int(self._head(key)["ContentLength"])
 
+    def signed_url(self, key: str, content_type: str, seconds: int) -> str:
+        """An address under which whoever has it can read the object, without credentials, for at
+        most 604,800 s. Nothing is asked of the store: the object need not exist."""
+        path, kind = f"{self.location.bucket}/{key}", {"ResponseContentType": content_type}
+        return self._run(f"sign {key}", lambda fs: fs._url(path, expires=seconds, **kind))
+
     def list(self, prefix: str = "") -> list[str]:
         """All keys that start with `prefix`, sorted."""
         found = self._run(f"list {prefix!r}", lambda fs: self._list(fs, prefix))

@@ -21,6 +21,7 @@ def connect(endpoint: str) -> s3fs.S3FileSystem:
             "connect_timeout": CONNECT_S,
             "read_timeout": READ_S,
             "max_pool_connections": 32,
+            "signature_version": "s3v4",  # signed addresses too: botocore's default there is v2
             # One layer of retries, ours: it has to know whether a conditional write was repeated.
             "retries": {"total_max_attempts": 1},
             "request_checksum_calculation": "when_required",  # not every S3 server knows CRC32

@@ -10,7 +10,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +20,9 @@ from distributed import Client
 
 from tasks.cluster import TRAINER, workers_with
 from tasks.data.questions import Passage
-from tasks.errors import RunClosed, UnitFailed
-from tasks.retrieval.bm25 import Hit
-from tasks.rollout import board
+from tasks.errors import RetrieverError, RunClosed, UnitFailed
+from tasks.retrieval.retriever import Found
+from tasks.rollout import board, queue
 from tasks.rollout.agent import AgentLoop, Unit
 from tasks.rollout.board import WorkerQueue
 from tasks.rollout.engine import Completion, Request
@@ -47,6 +48,8 @@ from tasks.weights.transfer import Applied
 
 VOCABULARY = 2000
 FAILS, FAILS_ONCE = "this unit always fails", "this unit fails once"
+FAILS_LATER = "fails-later"
+"""Begins the ids of units whose second turn the engine refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,17 @@ class Shape:
     """What the no-op engine returns, and how long it takes.
 
     tokens: of a whole trajectory, about. turns: the last one answers, the others search.
+    slow: name of a worker whose steps take slow_s instead of pause_s.
+    failing_searches: this many of a worker's requests to the retriever fail, then no more.
     """
 
     tokens: int = 2000
     turns: int = 2
     pause_s: float = 0.0
     stored: bool = True
+    slow: str = ""
+    slow_s: float = 0.0
+    failing_searches: int = 0
 
 
 class NoopEngine:
@@ -73,6 +81,8 @@ class NoopEngine:
         self._logprobs = (-rng.random(2 * shape.tokens + 2)).tolist()
 
     def add(self, request: Request) -> None:
+        if request.request_id.startswith(FAILS_LATER) and request.request_id.endswith("/1"):
+            raise ValueError("the engine was told to refuse this")
         self._running[request.request_id] = request
 
     def step(self) -> list[Completion]:
@@ -116,11 +126,23 @@ class NoopWeights:
 
 
 class NoopRetriever:
-    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        return [[Hit(0, 1.0)] for _ in queries]
+    """Answers from another thread, as one that is asked over a network does."""
 
-    def passage(self, passage_id: int) -> Passage:
-        return Passage("No-op", "A passage.")
+    def __init__(self, failing: int = 0) -> None:
+        self._failing = failing
+        self._pool = ThreadPoolExecutor(2)
+
+    def search(self, queries: Sequence[str], k: int) -> Future[list[list[Found]]]:
+        fails, self._failing = self._failing > 0, self._failing - 1
+        return self._pool.submit(self._search, len(queries), fails)
+
+    def _search(self, count: int, fails: bool) -> list[list[Found]]:
+        if fails:
+            raise RetrieverError("retriever no-op, told to fail")
+        return [[Found(Passage("No-op", "A passage."), 1.0)]] * count
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
 
 class NoopStore:
@@ -228,29 +250,31 @@ def serve(spec: RolloutSpec, shape: Shape = Shape()) -> None:
             model = spec.config.model
             state.tokenizer = load_tokenizer(Path(model.path), model.chat)
     config = spec.config
-    queue = WorkerQueue(worker, spec.run)
+    units = WorkerQueue(worker, spec.run)
+    retriever = NoopRetriever(shape.failing_searches)
     agent = FragileAgent(
-        NoopEngine(shape),
+        NoopEngine(replace(shape, pause_s=shape.slow_s) if worker.name == shape.slow else shape),
         SearchProtocol(state.tokenizer, config.model, config.rollout),
-        NoopRetriever(),
+        retriever,
         config.rollout,
         config.model.context,
         1,
     )
     store = TimedStore(spec.store) if shape.stored else NoopStore(shape, 1)
     try:
-        queue.report({"kind": "ready", "loads": {"engines": 1, "indexes": 1, "anchors": 0}})
+        units.report({"kind": "ready", "loads": {"engines": 1, "indexes": 1, "anchors": 0}})
     except RunClosed:
         return
     with state.lock:
         state.loops += 1
     try:
-        resident = Resident(worker, queue, agent, NoopWeights(), cast("ObjectStore", store), spec)
+        resident = Resident(worker, units, agent, NoopWeights(), cast("ObjectStore", store), spec)
         try:
             resident.run()
         finally:
             agent.abort()
             resident.close()
+            retriever.close()
     except RunClosed:
         return
     finally:
@@ -262,6 +286,12 @@ def set_lease(seconds: float) -> float:
     """Changes the lease where it is kept, on the scheduler (`Client.run_on_scheduler`); returns
     the old one."""
     before, board.LEASE_S = board.LEASE_S, seconds
+    return before
+
+
+def set_silent(seconds: float) -> float:
+    """The same of how long a worker may be silent."""
+    before, queue.WORKER_SILENT_S = queue.WORKER_SILENT_S, seconds
     return before
 
 

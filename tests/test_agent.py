@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from tasks.config import ModelConfig, RolloutConfig
 from tasks.data.questions import Passage
 from tasks.errors import PolicyError
-from tasks.retrieval.bm25 import Hit
-from tasks.rollout.agent import AgentLoop, Unit, stream_seed
+from tasks.retrieval.retriever import Found
+from tasks.rollout import agent as agent_module
+from tasks.rollout.agent import AgentLoop, Failed, Sampled, Unit
 from tasks.rollout.engine import Completion, Request, Sampling
 from tasks.rollout.protocol import SearchProtocol
 from tasks.rollout.trajectory import Group, Trajectory, summarise
@@ -93,12 +95,30 @@ class ScriptedEngine:
 class FixedRetriever:
     queries: list[list[str]] = field(default_factory=list)
 
-    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+    def search(self, queries: Sequence[str], k: int) -> Future[list[list[Found]]]:
         self.queries.append(list(queries))
-        return [[Hit(n, 1.0) for n in range(min(k, len(PASSAGES)))] for _ in queries]
+        future: Future[list[list[Found]]] = Future()
+        future.set_result([[Found(p, 1.0) for p in PASSAGES[:k]] for _ in queries])
+        return future
 
-    def passage(self, passage_id: int) -> Passage:
-        return PASSAGES[passage_id]
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class PendingRetriever(FixedRetriever):
+    """Searches end when the test says so."""
+
+    futures: list[Future[list[list[Found]]]] = field(default_factory=list)
+
+    def search(self, queries: Sequence[str], k: int) -> Future[list[list[Found]]]:
+        self.queries.append(list(queries))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def end(self, number: int) -> None:
+        found = [[Found(p, 1.0) for p in PASSAGES] for _ in self.queries[number]]
+        self.futures[number].set_result(found)
 
 
 @dataclass
@@ -115,7 +135,10 @@ class Stage:
             self.agent.submit(unit)
         groups: dict[str, Group] = {}
         for _ in range(steps):
-            groups.update((g.unit_id, g) for g in self.agent.step())
+            for outcome in self.agent.step():
+                assert isinstance(outcome, Sampled), outcome
+                assert outcome.unit in units
+                groups[outcome.unit.unit_id] = outcome.group
             if not self.agent.active:
                 break
         assert not self.agent.active
@@ -127,6 +150,7 @@ def _stage(
     script: Script,
     context: int = 2048,
     duration: Callable[[Request], int] = lambda _: 1,
+    retriever: FixedRetriever | None = None,
     **rollout: Any,
 ) -> Stage:
     settings_ = RolloutConfig.model_validate({"max_search_turns": 3, **rollout})
@@ -134,7 +158,8 @@ def _stage(
         {"path": "tiny", "instruction": "{question}", "context": context}
     )
     protocol = SearchProtocol(tokenizer, model, settings_)
-    engine, retriever = ScriptedEngine(tokenizer, script, duration), FixedRetriever()
+    engine = ScriptedEngine(tokenizer, script, duration)
+    retriever = retriever or FixedRetriever()
     agent = AgentLoop(engine, protocol, retriever, settings_, context, top_k=2)
     return Stage(engine, retriever, protocol, agent)
 
@@ -148,6 +173,17 @@ def _plays(*turns: str) -> Script:
     return lambda _unit, _number, turn: turns[min(turn, len(turns) - 1)]
 
 
+ODD = [
+    "",
+    "<search> </search>",
+    "<search> \ufffd\ufffd </search>",
+    f"<search>{'Ada ' * 20}</search>",
+    "<search> <answer> <information> <search> Ada </search>",
+    "<SEARCH> Ada </SEARCH>",
+    "<search> unclosed",
+    "<answer> nested <answer> Beijing </answer>",
+    "</information> <answer> Beijing </search>",
+]
 SEARCH, GOOD, BAD = "<search> Ada </search>", "<answer> Beijing </answer>", "I do not know"
 
 
@@ -180,7 +216,11 @@ def test_search_then_answer(tokenizer: Any) -> None:
     (trajectory,) = stage.run(unit)["u"].trajectories
     _check_trajectory(stage, unit, 0, trajectory)
     search, answer = trajectory.turns
-    assert (search.kind, search.query, search.passages) == ("search", "Ada", (0, 1))
+    assert (search.kind, search.query, search.passages) == (
+        "search",
+        "Ada",
+        ("Ada Marlowe", "Quiet Harbour"),
+    )
     assert (answer.kind, answer.query, answer.passages) == ("answer", None, ())
     observed = list(trajectory.ids[search.sampled_end : search.observed_end])
     assert observed == stage.protocol.observation(PASSAGES)
@@ -328,7 +368,7 @@ def test_a_group_returns_whole_and_in_order(tokenizer: Any) -> None:
     )
     stage.agent.submit(_unit("a", size=4))
     stage.agent.submit(_unit("b", size=2))
-    steps = [[g.unit_id for g in stage.agent.step()] for _ in range(9)]
+    steps = [[outcome.unit.unit_id for outcome in stage.agent.step()] for _ in range(9)]
     assert steps == [[], [], [], [], [], [], [], [], ["a", "b"]]
     groups = _stage(tokenizer, script).run(_unit("a", size=4), _unit("b", size=2))
     assert [t.answer for t in groups["a"].trajectories] == ["0", "1", "2", "3"]
@@ -347,25 +387,211 @@ def test_abort_drops_everything(tokenizer: Any) -> None:
     assert len(stage.run(_unit(size=2))["u"].trajectories) == 2, "the same unit starts anew"
 
 
-def test_seeds_are_distinct_and_say_what_is_sampled_not_by_whom(tokenizer: Any) -> None:
-    def seeds(order: list[str]) -> dict[str, int]:
+def test_seeds_say_what_is_sampled_and_not_by_whom(tokenizer: Any) -> None:
+    def seeds(order: list[int]) -> dict[str, int]:
         stage = _stage(tokenizer, _plays(SEARCH, SEARCH, GOOD))
-        stage.run(*(_unit(unit_id, size=3) for unit_id in order))
+        streams = len(order) * 3 * 4  # of 3 trajectories of at most 4 turns
+        stage.run(*(replace(_unit(f"u{i}", size=3), stream=i * 12) for i in order))
+        assert len(stage.engine.added) < streams
         return {r.request_id: r.seed for r in stage.engine.added}
 
-    names = [f"train-{step:06d}-{i:05d}" for step in range(3) for i in range(4)]
-    forward = seeds(names)
-    assert len(forward) == len(set(forward.values())) == 12 * 3 * 3
-    assert seeds(names[::-1]) == forward
-    assert seeds(names[5:6]) == {k: v for k, v in forward.items() if k.startswith(names[5])}
-    assert all(0 <= seed < 2**63 for seed in forward.values())
-    assert stream_seed(4, names[0], 0, 0) != forward[f"{names[0]}/0/0"], "the run's seed counts"
+    forward = seeds(list(range(12)))
+    assert len(forward) == 12 * 3 * 3
+    assert len({seed % 2**32 for seed in forward.values()}) == len(forward)
+    assert seeds(list(range(12))[::-1]) == forward
+    assert seeds([5]) == {k: v for k, v in forward.items() if k.startswith("u5/")}
+
+
+# What goes wrong with one unit costs that unit alone
+
+
+class Broken(Exception):
+    """Nothing that anyone expects."""
+
+
+POISON = "<search> poison </search>"
+
+
+@dataclass
+class FragileRetriever(FixedRetriever):
+    """Chokes on a query, at once or in its future; `down` fails every search."""
+
+    at_once: bool = True
+    down: bool = False
+
+    def search(self, queries: Sequence[str], k: int) -> Future[list[list[Found]]]:
+        future = super().search(queries, k)
+        broken: Future[list[list[Found]]] = Future()
+        if self.down:
+            broken.set_exception(ConnectionError("nobody there"))
+            return broken
+        if "poison" not in queries:
+            return future
+        if self.at_once:
+            raise Broken("choked")
+        broken.set_exception(Broken("choked"))
+        return broken
+
+
+def _outcomes(stage: Stage, *units: Unit, steps: int = 50) -> dict[str, Sampled | Failed]:
+    for unit in units:
+        stage.agent.submit(unit)
+    found: dict[str, Sampled | Failed] = {}
+    for _ in range(steps):
+        for outcome in stage.agent.step():
+            assert outcome.unit.unit_id not in found
+            found[outcome.unit.unit_id] = outcome
+        if not stage.agent.active:
+            return found
+    raise AssertionError(f"still {stage.agent.active} active")
+
+
+def _poisoned(tokenizer: Any, retriever: FixedRetriever) -> Stage:
+    def script(unit_id: str, number: int, turn: int) -> str:
+        return (POISON if unit_id == "bad" and number == 1 else SEARCH) if turn == 0 else GOOD
+
+    return _stage(tokenizer, script, retriever=retriever)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_query_that_breaks_the_retriever_costs_its_unit(tokenizer: Any, at_once: bool) -> None:
+    stage = _poisoned(tokenizer, FragileRetriever(at_once=at_once))
+    units = [_unit("a", size=2), _unit("bad", size=3), _unit("b", size=2)]
+    found = _outcomes(stage, *units)
+    failed = found.pop("bad")
+    assert isinstance(failed, Failed)
+    assert (failed.unit, type(failed.error)) == (units[1], Broken)
+    assert {name for name, one in found.items() if isinstance(one, Sampled)} == {"a", "b"}
+    assert not [name for name in stage.engine.running if name.startswith("bad/")]
+    again = _outcomes(stage, units[1])["bad"]
+    assert isinstance(again, Failed), "and the same again where it is tried again"
+
+
+def test_a_retriever_that_is_down_costs_all_that_search_and_is_asked_once(tokenizer: Any) -> None:
+    retriever = FragileRetriever(down=True)
+    plays = {"a": SEARCH, "b": SEARCH, "c": GOOD}
+    stage = _stage(tokenizer, lambda unit_id, *_: plays[unit_id], retriever=retriever)
+    found = _outcomes(stage, *(_unit(name, size=2) for name in plays))
+    assert {n: type(one) for n, one in found.items()} == {"a": Failed, "b": Failed, "c": Sampled}
+    assert len(retriever.queries) == 1
+
+
+def test_a_wrong_number_of_results_is_no_results(tokenizer: Any) -> None:
+    class Short(FixedRetriever):
+        def search(self, queries: Sequence[str], k: int) -> Future[list[list[Found]]]:
+            future: Future[list[list[Found]]] = Future()
+            future.set_result(super().search(queries, k).result()[1:])
+            return future
+
+    found = _outcomes(_poisoned(tokenizer, Short()), _unit("a", size=2))["a"]
+    assert isinstance(found, Failed)
+    assert str(found.error) == "the retriever gave 0 results for 1 queries"
+
+
+@pytest.mark.parametrize("stage_of_it", ["observation", "prompt", "add first", "add next", "score"])
+def test_an_exception_anywhere_in_a_unit_costs_that_unit(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, stage_of_it: str
+) -> None:
+    bad = _unit("bad", size=3, question="Who is bad?")
+    stage = _stage(
+        tokenizer,
+        lambda unit_id, _, turn: f"<search> {unit_id} </search>" if turn == 0 else GOOD,
+        duration=lambda r: 3 if r.request_id.startswith("bad/0") else 1,
+    )
+
+    def breaks(target: Any, name: str, when: Callable[..., bool]) -> None:
+        inner = getattr(target, name)
+
+        def replacement(*args: Any) -> Any:
+            if when(*args):
+                raise Broken(stage_of_it)
+            return inner(*args)
+
+        monkeypatch.setattr(target, name, replacement)
+
+    once = iter([True])  # the first observation, whosever it is
+    if stage_of_it == "observation":
+        breaks(stage.protocol, "observation", lambda _: next(once, False))
+    elif stage_of_it == "prompt":
+        breaks(stage.protocol, "prompt", lambda question: "bad" in question)
+    elif stage_of_it == "add first":
+        breaks(stage.engine, "add", lambda request: request.request_id == "bad/2/0")
+    elif stage_of_it == "add next":
+        breaks(stage.engine, "add", lambda request: request.request_id == "bad/1/1")
+    else:
+        breaks(agent_module, "score", lambda *_: next(once, False))
+    if stage_of_it in ("prompt", "add first"):
+        with pytest.raises(Broken):
+            stage.agent.submit(bad)
+        assert stage.agent.active == 0
+        assert stage.engine.running == {}
+        assert set(_outcomes(stage, _unit("good"))) == {"good"}
+        return
+    found = _outcomes(stage, bad, _unit("good"))
+    kinds = sorted(type(one).__name__ for one in found.values())
+    assert kinds == ["Failed", "Sampled"]
+    assert stage.engine.running == {}, "nothing of the failed unit goes on"
+
+
+def test_an_engine_that_breaks_ends_the_loop(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = _stage(tokenizer, _plays(GOOD))
+    stage.agent.submit(_unit())
+
+    def step() -> Sequence[Completion]:
+        raise Broken("out of memory")
+
+    monkeypatch.setattr(stage.engine, "step", step)
+    with pytest.raises(Broken, match="out of memory"):
+        stage.agent.step()
+
+
+def test_a_search_of_a_failed_unit_does_not_touch_its_successor(tokenizer: Any) -> None:
+    """The unit is given back, and may return to this worker while the old search still runs."""
+
+    @dataclass
+    class Slow(FixedRetriever):
+        pending: list[Future[list[list[Found]]]] = field(default_factory=list)
+
+        def search(self, queries: Sequence[str], k: int) -> Future[list[list[Found]]]:
+            self.queries.append(list(queries))
+            self.pending.append(Future())
+            return self.pending[-1]
+
+    retriever = Slow()
+    stage = _stage(
+        tokenizer,
+        lambda _, number, turn: SEARCH if turn == 0 else GOOD,
+        duration=lambda r: 1 + int(r.request_id.rsplit("/", 2)[1]),
+        retriever=retriever,
+    )
+    unit = _unit(size=2)
+    stage.agent.submit(unit)
+    assert stage.agent.step() == []
+    assert stage.agent.step() == []
+    first, second = retriever.pending
+    second.set_exception(ConnectionError("gone"))
+    (failed,) = stage.agent.step()
+    assert isinstance(failed, Failed)
+    assert stage.agent.active == 0
+    stage.agent.submit(unit)
+    first.set_result([[Found(PASSAGES[0], 1.0)]])
+    stage.agent.step()
+    stage.agent.step()
+    for future in retriever.pending[2:]:
+        future.set_result([[Found(PASSAGES[1], 1.0)]])
+    found = [outcome for _ in range(6) for outcome in stage.agent.step()]
+    (sampled,) = found
+    assert isinstance(sampled, Sampled)
+    shown = [t.turns[0].passages for t in sampled.group.trajectories]
+    assert shown == [("Quiet Harbour",)] * 2
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     plays=st.lists(
-        st.lists(st.sampled_from([SEARCH, BAD, GOOD, "x" * 90, "<search> </search>"]), min_size=1),
+        st.lists(st.sampled_from([SEARCH, BAD, GOOD, "x" * 90, *ODD]), min_size=1),
         min_size=2,
         max_size=4,
     ),
@@ -391,3 +617,52 @@ def test_every_trajectory_is_what_the_engine_was_shown_and_sampled(
         assert len(trajectory.turns) <= 4
         if trajectory.end != "answered":
             assert (trajectory.answer, trajectory.reward) == (None, 0.0)
+
+
+def test_what_was_found_of_the_evidence(tokenizer: Any) -> None:
+    gold = ("Quiet Harbour", "Nobody")
+    unit = replace(_unit(size=2), gold_titles=gold)
+    stage = _stage(tokenizer, lambda _unit, number, turn: SEARCH if number + turn == 0 else GOOD)
+    searched, answered = stage.run(unit)["u"].trajectories
+    assert (searched.gold_titles, searched.gold_found) == (gold, ("Quiet Harbour",))
+    assert (answered.gold_found, summarise(answered).gold_recall) == ((), 0.0)
+    assert summarise(searched).gold_recall == 0.5
+    # An observation that did not fit was not seen.
+    tight = _stage(tokenizer, _plays(SEARCH), context=64).run(unit)["u"].trajectories[0]
+    assert (tight.end, tight.gold_found) == ("truncated", ())
+
+
+def _search_first(_unit: str, number: int, turn: int) -> str:
+    return SEARCH if turn == 0 else GOOD
+
+
+def test_a_search_stops_nobody_else(tokenizer: Any) -> None:
+    pending = PendingRetriever()
+    stage = _stage(tokenizer, _search_first, retriever=pending)
+    stage.agent.submit(_unit("slow", size=1))
+    assert stage.agent.step() == []
+    assert (stage.agent.active, len(pending.futures)) == (1, 1)
+    assert stage.agent.step() == [], "with nothing to sample it waits a little"
+    stage.agent.submit(_unit("quick", size=1))
+    assert stage.agent.step() == []
+    assert (stage.agent.active, len(pending.futures)) == (2, 2)
+    pending.end(1)
+    (quick,) = stage.agent.step() or stage.agent.step()
+    assert isinstance(quick, Sampled)
+    assert quick.unit.unit_id == "quick"
+    pending.end(0)
+    (slow,) = stage.agent.step() or stage.agent.step()
+    assert isinstance(slow, Sampled)
+    _check_trajectory(stage, _unit("slow", size=1), 0, slow.group.trajectories[0])
+    assert slow.group.trajectories[0].answer == "Beijing"
+    assert stage.agent.active == 0
+
+
+def test_aborting_gives_up_the_searches(tokenizer: Any) -> None:
+    pending = PendingRetriever()
+    stage = _stage(tokenizer, _search_first, retriever=pending)
+    stage.agent.submit(_unit(size=2))
+    stage.agent.step()
+    stage.agent.abort()
+    assert stage.agent.active == 0
+    assert pending.futures[0].cancelled()

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.errors import ConfigError, IntegrityError, NotFiniteError
+from tasks.errors import ConfigError
 from tasks.rollout.trajectory import GroupSummary, TrajectorySummary
 from tasks.training.batching import (
     Item,
     UpdatePlan,
-    check_trajectory,
-    collate,
     mini_batches,
     plan_update,
 )
-from tests.training_helpers import make_trajectory
 
 pytestmark = pytest.mark.fast
 
@@ -135,35 +128,3 @@ def test_too_long_a_trajectory_and_an_empty_batch_are_refused() -> None:
         _plan(_groups([[200]]))
     with pytest.raises(ConfigError, match="nothing to train"):
         _plan([])
-
-
-def test_collate_pads_on_the_right() -> None:
-    short, long = make_trajectory(5, seed=1), make_trajectory(9, seed=2)
-    batch = collate([short, long])
-    assert batch["ids"].shape == (2, 9)
-    assert batch["ids"].dtype == torch.int64
-    assert batch["loss_mask"].dtype == torch.bool
-    assert batch["logprobs"].dtype == torch.float32
-    assert batch["ids"][0, :5].tolist() == short.ids.tolist()
-    assert not batch["loss_mask"][0, 5:].any()
-    assert batch["logprobs"][1].tolist() == long.logprobs.tolist()
-    empty = collate([])
-    assert empty["ids"].shape == (1, 2)
-    assert not empty["loss_mask"].any()
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("ids", np.arange(8, dtype=np.int32), "8 ids, 9 mask entries"),
-        ("ids", np.full(9, 61, np.int32), "token ids 61..61, the policy has 0..60"),
-        ("ids", np.full(9, -1, np.int32), "token ids -1"),
-        ("loss_mask", np.ones(9, np.bool_), "first token is sampled"),
-        ("logprobs", np.full(9, -np.inf, np.float32), "not finite"),
-    ],
-)
-def test_a_broken_trajectory_is_refused(field: str, value: np.ndarray, message: str) -> None:
-    good = make_trajectory(9, seed=0)
-    check_trajectory(good, 61, "unit u")
-    with pytest.raises((IntegrityError, NotFiniteError), match=f"unit u: .*{message}"):
-        check_trajectory(replace(good, **{field: value}), 61, "unit u")

@@ -31,6 +31,8 @@ def test_what_is_deployed(deployments: dict[str, dict[str, Any]]) -> None:
         "train/tiny",
         "train/nightly",
         "evaluate/evaluate",
+        "sweep/tiny",
+        "warm_start/warm-start",
         "collect_garbage/collect-garbage",
     }
 
@@ -94,7 +96,8 @@ def test_flow_modules_import_without_torch_or_vllm() -> None:
     import sys
 
     code = (
-        "import sys, flows.train, flows.evaluate, flows.warm_start, flows.collect_garbage; "
+        "import sys, flows.train, flows.evaluate, flows.sweep, flows.warm_start; "
+        "import flows.collect_garbage, flows.serve_retriever; "
         "heavy = {'torch', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], cwd=FOLDER.parent, check=True, timeout=60)

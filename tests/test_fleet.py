@@ -15,16 +15,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from distributed import Client
 
 from infra.cluster import connect, start_scheduler, start_workers, wait_for_workers
+from infra.elastic import LocalPool
 from infra.processes import ROOT, ProcessGroup, child_environment
-from tasks.cluster import ROLLOUT, workers_with
+from tasks.cluster import ROLLOUT, WorkerPool, workers_with
 from tasks.config import TrainConfig, resolve
-from tasks.errors import RunClosed, UnitFailed
+from tasks.errors import RewardError, RunClosed, UnitFailed
 from tasks.rollout import fleet as fleet_module
 from tasks.rollout.agent import Unit
 from tasks.rollout.engine import Sampling
@@ -37,6 +38,7 @@ from tests import noop
 
 pytestmark = pytest.mark.timeout(120)
 WORKERS = 2
+START_S = 90.0  # workers import torch at their first call: seconds on a machine to themselves
 SHORT = noop.Shape(tokens=60)
 LOG = logging.getLogger("tests.fleet")
 
@@ -79,9 +81,10 @@ def _fleet(
     store: StoreLocation,
     name: str,
     shape: noop.Shape = SHORT,
+    pool: WorkerPool | None = None,
 ) -> Iterator[Fleet]:
     spec = RolloutSpec(name, name, config, store, "no-index", "/nowhere")
-    made = Fleet(client, spec, LOG, partial(noop.serve, shape=shape))
+    made = Fleet(client, spec, LOG, pool, partial(noop.serve, shape=shape))
     try:
         yield made
     finally:
@@ -138,7 +141,7 @@ def test_all_units_of_several_steps_come_back_once(
     counts: list[int] = []
     with _fleet(client, config, object_store.location, "steps") as fleet:
         # A quick worker may do all units before a slow one has said that it is ready.
-        assert _eventually(lambda: _loops(client) == WORKERS, 30)
+        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
         for step in range(3):
             units = _units(step, 12, version=step)
             fleet.offer(units)
@@ -165,7 +168,7 @@ def test_work_is_shared_between_the_workers(
 ) -> None:
     slow = noop.Shape(tokens=60, pause_s=0.05)
     with _fleet(client, config, object_store.location, "shared", slow) as fleet:
-        assert _eventually(lambda: _loops(client) == WORKERS, 30)
+        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
         units = _units(0, 24, version=0)
         fleet.offer(units)
         workers = [group.worker for group in fleet.collect(_ids(units))]
@@ -179,7 +182,7 @@ def test_a_killed_workers_units_are_done_elsewhere_and_its_successor_serves(
 ) -> None:
     slow = noop.Shape(tokens=60, pause_s=0.3)
     with _fleet(client, config, object_store.location, "killed", slow) as fleet:
-        assert _eventually(lambda: _loops(client) == WORKERS, 30)
+        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
         units = _units(0, 18, version=0)
         fleet.offer(units)
         thread, groups, errors = _collect_in_thread(fleet, units)
@@ -206,6 +209,88 @@ def test_a_killed_workers_units_are_done_elsewhere_and_its_successor_serves(
         assert _eventually(all_serve, 30)
 
 
+def test_a_straggler_does_not_hold_up_a_step_and_every_group_counts_once(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    slow = client.scheduler_info(n_workers=-1)["workers"][workers_with(client, ROLLOUT)[0]]["name"]
+    shape = noop.Shape(tokens=60, pause_s=0.05, slow=slow, slow_s=8.0)
+    with _fleet(client, config, object_store.location, "straggler", shape) as fleet:
+        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
+        units = _units(0, 12, version=0)
+        began = time.monotonic()
+        fleet.offer(units)
+        groups = fleet.collect(_ids(units))
+        # The slow worker takes 16 s for any unit, and it was given some.
+        assert time.monotonic() - began < 14
+        assert [g.unit_id for g in groups] == _ids(units)
+        assert any(g.key.endswith("-2.safetensors") for g in groups), "a second attempt counted"
+        for summary in groups:
+            group = group_from_bytes(object_store.get(summary.key))
+            tokens = [len(t.ids) for t in group.trajectories]
+            assert tokens == [t.tokens for t in summary.trajectories], "what the queue accepted"
+
+
+def test_a_frozen_workers_units_are_done_elsewhere(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    before = client.run_on_scheduler(noop.set_silent, 3.0)
+    victim = workers_with(client, ROLLOUT)[0]
+    (pid,) = _pids(client, [victim])
+    try:
+        shape = noop.Shape(tokens=60, pause_s=0.2)
+        with _fleet(client, config, object_store.location, "frozen", shape) as fleet:
+            assert _eventually(lambda: _loops(client) == WORKERS, START_S)
+            units = _units(0, 18, version=0)
+            fleet.offer(units)
+            thread, groups, errors = _collect_in_thread(fleet, units)
+            threading.Event().wait(0.3)
+            os.kill(pid, signal.SIGSTOP)
+            thread.join(30)
+            assert not errors
+            assert [g.unit_id for g in groups] == _ids(units)
+            os.kill(pid, signal.SIGCONT)
+            more = _units(1, 6, version=0)
+            fleet.offer(more)
+            assert [g.unit_id for g in fleet.collect(_ids(more))] == _ids(more)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        client.run_on_scheduler(noop.set_silent, before)
+
+
+def test_a_run_grows_while_work_waits_and_shrinks_when_it_is_done(
+    client: Client, config: TrainConfig, object_store: ObjectStore, tmp_path: Path
+) -> None:
+    cluster = config.cluster.model_copy(
+        update={
+            "rollout_workers": WORKERS,
+            "rollout_workers_most": WORKERS + 2,
+            "drain_s": 1.0,
+            "idle_s": 2.0,
+        }
+    )
+    grows = config.model_copy(update={"cluster": cluster})
+    standing = set(workers_with(client, ROLLOUT))
+    assert client.scheduler is not None
+    pool = LocalPool(str(client.scheduler.addr), cluster, tmp_path)
+    shape = noop.Shape(tokens=60, pause_s=0.4)
+    try:
+        with _fleet(client, grows, object_store.location, "grows", shape, pool) as fleet:
+            assert _eventually(lambda: _loops(client) == WORKERS, START_S)
+            units = _units(0, 150, version=0)
+            fleet.offer(units)
+            groups = fleet.collect(_ids(units))
+            assert [g.unit_id for g in groups] == _ids(units)
+            added = {g.worker for g in groups} - standing
+            assert added, "in the middle of the step"
+            assert _eventually(lambda: set(workers_with(client, ROLLOUT)) == standing, 40)
+            assert _eventually(lambda: not pool.names(), 20), "their processes are gone"
+            again = _units(1, 6, version=0)
+            fleet.offer(again)
+            assert {g.worker for g in fleet.collect(_ids(again))} <= standing
+    finally:
+        pool.close()
+
+
 def test_closing_and_a_lease_that_runs_out_free_the_workers(
     client: Client,
     config: TrainConfig,
@@ -215,13 +300,13 @@ def test_closing_and_a_lease_that_runs_out_free_the_workers(
     busy = noop.Shape(tokens=60, turns=4, pause_s=0.5)
     with _fleet(client, config, object_store.location, "closed-busy", busy) as fleet:
         fleet.offer(_units(0, 60, version=0))
-        assert _eventually(lambda: _loops(client) == WORKERS, 30)
+        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
     assert _eventually(lambda: _loops(client) == 0, 6), "also with work left"
     monkeypatch.setattr(fleet_module, "RENEW_S", 3600.0)
     before = client.run_on_scheduler(noop.set_lease, 2.0)
     try:
         with _fleet(client, config, object_store.location, "no-lease") as fleet:
-            assert _eventually(lambda: _loops(client) == WORKERS, 30)
+            assert _eventually(lambda: _loops(client) == WORKERS, START_S)
             assert _eventually(lambda: _loops(client) == 0, 8)
             with pytest.raises(RunClosed, match="'no-lease' is closed"):
                 fleet.collect(["train-0-0"])
@@ -243,7 +328,8 @@ scheduler, endpoint, bucket, policy = sys.argv[1:]
 config = resolve("tiny", {"model": {"path": policy}})
 spec = RolloutSpec("orphan", "orphan", config, StoreLocation(endpoint, bucket), "none", "/nowhere")
 with connect(scheduler, 20) as client:
-    fleet = Fleet(client, spec, logging.getLogger(), partial(noop.serve, shape=noop.Shape(60)))
+    serve = partial(noop.serve, shape=noop.Shape(60))
+    fleet = Fleet(client, spec, logging.getLogger(), None, serve)
     print("open", flush=True)
     threading.Event().wait(60)
 """
@@ -264,7 +350,7 @@ def test_a_killed_flow_frees_the_workers(
     try:
         assert flow.stdout is not None
         assert flow.stdout.readline() == b"open\n"
-        assert _eventually(lambda: _loops(client) == WORKERS, 30)
+        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
     finally:
         flow.kill()
         flow.wait()
@@ -306,9 +392,58 @@ def test_failing_units(client: Client, config: TrainConfig, object_store: Object
         message = r"unit long failed.*[0-9]+ tokens, more than rollout.max_prompt_tokens = 96"
         with pytest.raises(UnitFailed, match=message):
             fleet.collect(["long"])
+        later = [replace(u, unit_id=f"{noop.FAILS_LATER}-{u.unit_id}") for u in _units(2, 2, 0)]
+        fleet.offer([*later, *_units(2, 6, 0)])
+        assert len(fleet.collect(_ids(_units(2, 6, 0)))) == 6, "those beside them are untouched"
+        with pytest.raises(UnitFailed, match=r"fails-later-.*ValueError: the engine was told to"):
+            fleet.collect(_ids(later))
         units = _units(1, 6, 0)
         fleet.offer(units)
         assert len(fleet.collect(_ids(units))) == 6, "the fleet survives them"
+
+
+def _rewarded(config: TrainConfig, **rollout: Any) -> TrainConfig:
+    reward = {"reward": "tests.reward_functions:told", "reward_timeout_s": 2.0}
+    return config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={**reward, **rollout})}
+    )
+
+
+def test_a_reward_that_fails_costs_its_group_and_too_many_the_run(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    own = _rewarded(config, max_failed_rewards=0.5)
+    with _fleet(client, own, object_store.location, "rewards", noop.Shape(tokens=40)) as fleet:
+        units = [
+            replace(unit, question=question)
+            for unit, question in zip(
+                _units(0, 6, 0), ["1", "nan", "1", "hang", "raise", "1"], strict=True
+            )
+        ]
+        fleet.offer(units)
+        groups = fleet.collect(_ids(units))
+        assert [g.unit_id for g in groups] == ["train-0-0", "train-0-2", "train-0-5"]
+        assert {t.reward for g in groups for t in g.trajectories} == {1.0}
+        stored = group_from_bytes(object_store.get(groups[0].key))
+        assert [t.reward for t in stored.trajectories] == [1.0] * 4
+        bad = [replace(u, question="raise") for u in _units(1, 3, 0)]
+        fleet.offer([*bad, *_units(1, 5, 0)[3:]])
+        message = (
+            r"the reward failed on \d of 5 groups, more than the share rollout.max_failed_rewards "
+            r"= 0.5 .*question 'q\d' .trajectory 0 of unit train-1-\d.: KeyError"
+        )
+        with pytest.raises(RewardError, match=message):
+            fleet.collect([f"train-1-{i}" for i in range(5)])
+
+
+def test_a_reward_that_a_worker_cannot_import_stops_the_run(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    own = _rewarded(config, reward="no_such_module:f")
+    with _fleet(client, own, object_store.location, "no-reward") as fleet:
+        fleet.offer(_units(0, 2, 0))
+        with pytest.raises(RewardError, match="importing no_such_module failed"):
+            fleet.collect(_ids(_units(0, 2, 0)))
 
 
 def test_a_worker_that_died_while_it_waited_takes_no_unit_with_it(
@@ -316,7 +451,7 @@ def test_a_worker_that_died_while_it_waited_takes_no_unit_with_it(
 ) -> None:
     """Its question to the queue may still be open when units arrive."""
     with _fleet(client, config, object_store.location, "died-idle") as fleet:
-        assert _eventually(lambda: _loops(client) == WORKERS, 30)
+        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
         victim = workers_with(client, ROLLOUT)[0]
         os.kill(_pids(client, [victim])[0], signal.SIGKILL)
         assert _eventually(lambda: victim not in workers_with(client, ROLLOUT), 5)
@@ -327,3 +462,21 @@ def test_a_worker_that_died_while_it_waited_takes_no_unit_with_it(
         assert not thread.is_alive(), "units were given to a dead worker"
         assert not errors
         assert len(groups) == 12
+
+
+def test_a_retriever_that_is_down_for_a_while_and_for_good(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    twice = noop.Shape(tokens=60, failing_searches=1)
+    with _fleet(client, config, object_store.location, "searching", twice) as fleet:
+        units = _units(0, 12, 0)
+        fleet.offer(units)
+        assert len(fleet.collect(_ids(units))) == 12, "units whose search failed are tried again"
+    down = noop.Shape(tokens=60, failing_searches=1000)
+    with _fleet(client, config, object_store.location, "searching-down", down) as fleet:
+        units = _units(0, 3, 0)
+        fleet.offer(units)
+        message = r"unit train-0-\d failed on every try: tcp://.*: retriever no-op, told to fail"
+        with pytest.raises(UnitFailed, match=message):
+            fleet.collect(_ids(units))
+    assert _eventually(lambda: _loops(client) == 0, 6), "the workers are free again"

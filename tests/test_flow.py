@@ -9,30 +9,40 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
+import httpx
 import pytest
 from distributed import Client
 from prefect.client.orchestration import get_client
 from typer.testing import CliRunner
 
 from flows.evaluate import Scores, evaluate
+from flows.sweep import sweep
 from flows.train import Result, train
+from flows.warm_start import warm_start
 from infra.local import prefect_api
 from infra.object_store import read_credentials
-from infra.processes import environment
+from infra.processes import child_environment, environment
 from infra.state import read_record
+from tasks import stages
 from tasks.cluster import ROLLOUT, TRAINER, submit_to, workers_with
-from tasks.config import Overrides
-from tasks.errors import ConfigError
+from tasks.config import Overrides, resolve
+from tasks.errors import ConfigError, MismatchError, SeedFailed, UnitFailed
+from tasks.inputs import ensure_index, load_inputs
 from tasks.rollout.worker import Warm
+from tasks.run import Run
 from tasks.store import ObjectStore, StoreLocation
-from tasks.warm import warm
+from tasks.training import stored_policy
+from tasks.warm import warm as warm_state
 from tasks.weights.__main__ import app
 from tasks.weights.commit import load_manifest, read_ref
 from tasks.weights.digest import tensor_digest
@@ -40,6 +50,7 @@ from tasks.weights.final import fetch_checkpoint
 from tasks.weights.transfer import EngineWeights
 
 ROOT = Path(__file__).resolve().parent.parent
+TINY = "deployments/policies/tiny"
 STEPS = 8
 FIRST: dict[str, Any] = {
     "training": {"steps": STEPS, "checkpoint_every": STEPS},
@@ -49,7 +60,12 @@ FIRST: dict[str, Any] = {
 # Three steps, small: the mechanics alone.
 SECOND = {
     "seed": 1,
-    "training": {"steps": 3, "mini_batch_size": 12, "checkpoint_every": 2},
+    "training": {
+        "steps": 3,
+        "mini_batch_size": 12,
+        "checkpoint_every": 2,
+        "zero_variance": "refill",
+    },
     "rollout": {"questions_per_step": 6, "group_size": 4},
     "data": FIRST["data"],  # another corpus would be another index
     "evaluation": {"every": 3},
@@ -164,7 +180,7 @@ def test_two_runs_store_the_base_anchor_once(
 
 def _engine_digests() -> dict[str, str]:
     """On a rollout worker: the digest of every checkpoint tensor as its engine holds it."""
-    weights = cast(EngineWeights, warm("rollout", Warm).weights)
+    weights = cast(EngineWeights, warm_state("rollout", Warm).weights)
     return {name: tensor_digest(bits) for name, bits in weights.gather().items()}
 
 
@@ -216,7 +232,40 @@ def test_prefect_shows_the_run(second: Result) -> None:
     for step in range(3):
         assert {f"rollout-{step}", f"update-{step}", f"publish-{step}"} <= set(names)
     assert "evaluate-2" in names
-    assert {"progress", "metrics", "exact-match", "trajectories", "weights"} <= keys
+    assert {"progress", "metrics", "exact-match", "trajectories", "weights", "report"} <= keys
+
+
+def test_the_report_opens_from_the_run_s_page(
+    second: Result, store: ObjectStore, home: Path
+) -> None:
+    """By its link, without credentials; and as a file, after the store has stopped."""
+
+    async def links() -> list[str]:
+        async with get_client() as api:
+            found = await api.read_artifacts()
+            return [str(a.data) for a in found if a.key == "report"]
+
+    key = f"runs/{second.run}/evaluations/{second.version:06d}.html"
+    (link,) = [found for found in asyncio.run(links()) if key in found]
+    url = re.search(r"\((http[^)]*)\)", link)
+    assert url is not None, link
+    answer = httpx.get(url[1])
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.content == store.get(key)
+    assert answer.content == (home / "reports" / second.run / Path(key).name).read_bytes()
+    assert "Against version 0" in answer.text
+    # Changed by a letter, it opens nothing.
+    assert httpx.get(url[1].replace("000003.html", "000000.html")).status_code == 403
+
+
+def test_uniform_groups_are_made_up_for(second: Result, store: ObjectStore) -> None:
+    rows = [row["batch"] for row in history(store, second, "step")]
+    for row in rows:
+        assert row["groups"] == 6 + row["refilled_groups"]
+        uniform = round(row["uniform_groups"] * row["groups"])
+        assert 0 < row["trained_groups"] == min(6, row["groups"] - uniform)
+    assert sum(row["refilled_groups"] for row in rows) > 0, "this policy is not that even"
 
 
 def _seed(run: Any) -> int | None:
@@ -227,11 +276,16 @@ def test_a_run_is_resumed_from_its_checkpoint(
     second: Result, store: ObjectStore, client: Client
 ) -> None:
     longer = {**SECOND, "training": {**SECOND["training"], "steps": 4}}
+    alarmed = {**longer, "training": {**longer["training"], "mismatch_alarm": 1e-15}}
+    with pytest.raises(MismatchError, match=r"step 3: .*no optimizer step was taken"):
+        train(preset="tiny", overrides=overrides(alarmed), resume=second.run)
     resumed = train(preset="tiny", overrides=overrides(longer), resume=second.run)
     assert resumed.run == second.run
-    # The checkpoint after step 2 (the last) is published anew, then step 3 is trained.
+    # The checkpoint after step 2 (the last) is published anew twice, then step 3 is trained.
     assert [row["step"] for row in history(store, resumed, "step")] == [0, 1, 2, 3]
-    assert resumed.version == second.version + 2
+    # What had been evaluated is not evaluated again.
+    assert [row["step"] for row in history(store, resumed, "evaluation")] == [0, 3, 4]
+    assert resumed.version == second.version + 3
     assert len(workers_with(client, TRAINER)) == 2
 
 
@@ -244,12 +298,136 @@ def test_resuming_with_other_settings_is_refused(second: Result) -> None:
 
 
 def test_evaluate_any_version_or_checkpoint(second: Result) -> None:
-    few = overrides({"data": {"held_out_questions": 10}})
-    newest: Scores = evaluate(preset="tiny", run=second.run, overrides=few)
-    base: Scores = evaluate(preset="tiny", run=second.run, version=0, overrides=few)
-    same: Scores = evaluate(preset="tiny", checkpoint="deployments/policies/tiny", overrides=few)
+    few = overrides({"data": {"held_out_questions": 10}, "evaluation": {"samples": 2}})
+    newest: Scores = evaluate(
+        preset="tiny", run=second.run, against=f"{second.run}:0", overrides=few
+    )
+    base = newest.against
+    assert base is not None
+    same: Scores = evaluate(preset="tiny", checkpoint=TINY, overrides=few)
     assert newest.version > 0
+    assert (base.version, base.of) == (0, second.run)
+    for one in newest.compared:
+        mine, other = (getattr(s, f"{one.mode}_{one.metric.lower()}") for s in (newest, base))
+        assert (one.first, one.second) == pytest.approx((mine, other))
+        assert one.interval[0] - 1e-9 <= one.difference <= one.interval[1] + 1e-9
+        assert one.difference == pytest.approx(mine - other)
+    assert len(newest.compared) == 4
+    assert "bridge" in newest.line("evaluate", 1.0)
     assert base.questions == same.questions == 10
     assert (base.greedy_em, base.greedy_f1) == (same.greedy_em, same.greedy_f1)
     with pytest.raises(ConfigError, match="give either"):
         evaluate(preset="tiny", overrides=few)
+    # Named wrongly, the second is refused before the first is evaluated.
+    for against, problem in ((f"{second.run}:99", "not 99"), ("a:b", "expected RUN")):
+        with pytest.raises(ConfigError, match=problem):
+            evaluate(preset="tiny", run=second.run, against=against, overrides=few)
+
+
+def test_a_seed_that_fails_does_not_lose_the_others(
+    second: Result,
+    store: ObjectStore,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    good = stages.record
+
+    def record(run: Run, *rest: Any) -> Any:
+        if run.config.seed == 5:
+            raise UnitFailed("unit 7 failed on every try")
+        return good(run, *rest)
+
+    monkeypatch.setattr(stages, "record", record)
+    one = {**SECOND, "seed": 5, "training": {"steps": 1, "mini_batch_size": 12}}
+    with pytest.raises(SeedFailed, match=r"1 of 2 runs failed.*default seed 5.*unit 7") as failure:
+        sweep(preset="tiny", seeds=2, overrides=overrides({**one, "evaluation": {"every": 1}}))
+    (key,) = re.findall(r"sweeps/[\w-]+\.json", str(failure.value))
+    failed, done = json.loads(store.get(key))
+    assert ("unit 7" in failed["error"], failed["evaluations"]) == (True, [])
+    assert [e["step"] for e in done["evaluations"]] == [0, 1]
+    assert done["seed"] == 6
+    shown = capsys.readouterr().out
+    assert "failed" in shown
+    assert done["run"] in shown
+
+
+def test_an_evaluation_searches_over_http_what_it_finds_in_process(home: Path) -> None:
+    few = {"data": {"held_out_questions": 10}}
+    command = [sys.executable, "-m", "flows.serve_retriever", "--port", "0"]
+    service = subprocess.Popen(
+        [*command, "--set", "data.held_out_questions=10"],
+        cwd=ROOT,
+        env=child_environment({"KINDLING_HOME": os.environ["KINDLING_HOME"]}),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert service.stdout is not None
+        url = service.stdout.readline().rsplit(" ", 1)[1].strip()
+        changes = (few, {**few, "retrieval": {"url": url}})
+        here, there = (
+            evaluate(preset="tiny", checkpoint=TINY, overrides=overrides(one)) for one in changes
+        )
+    finally:
+        service.kill()
+        service.wait()
+    assert (there.greedy_em, there.greedy_f1) == (here.greedy_em, here.greedy_f1)
+
+
+def warm(demonstrations: int) -> dict[str, Any]:
+    settings = {"demonstrations": demonstrations, "batch_size": 8}
+    return {"model": {"path": "tiny-new", "warm_start": settings}, "data": FIRST["data"]}
+
+
+def test_a_warm_started_policy_is_made_once(home: Path, store: ObjectStore, tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    made = warm_start(preset="tiny", output=str(folder), overrides=overrides(warm(16)))
+    assert made.provenance["steps"] == 2
+    assert json.loads((folder / "provenance.json").read_text()) == made.provenance
+    assert (folder / "model.safetensors").is_file()
+    before = store.listing(made.prefix)
+    assert before
+    again = warm_start(preset="tiny", overrides=overrides(warm(16)))
+    assert (again.prefix, again.provenance) == (made.prefix, made.provenance)
+    after = store.listing(made.prefix)
+    assert all(then.age_s <= now.age_s for then, now in zip(before, after, strict=True))
+    with pytest.raises(ConfigError, match="exists; name a folder that does not"):
+        warm_start(preset="tiny", output=str(folder), overrides=overrides(warm(16)))
+    with pytest.raises(ConfigError, match="warm_start is not set"):
+        warm_start(preset="tiny")
+
+
+def test_a_warm_start_whose_flow_has_gone_stops(
+    home: Path, store: ObjectStore, client: Client
+) -> None:
+    """Dask itself cannot stop the thread, and the worker would be busy for the next run."""
+    config = resolve("tiny", warm(4000))
+    inputs = load_inputs(config, home / "cache")
+    ensure_index(inputs, store)
+    order = stored_policy.Order(
+        config, list(inputs.train), inputs.index_key, str(home / "cache"), "policies/abandoned/"
+    )
+    address = workers_with(client, TRAINER)[0]
+    begun = threading.Event()
+    client.subscribe_topic(stored_policy.TOPIC, lambda _: begun.set())
+    assert client.scheduler is not None
+    with Client(client.scheduler.addr, set_as_default=False) as flow:
+        arguments = (order, store.location)
+        future = submit_to(flow, address, "abandoned", stored_policy._make_here, *arguments)
+        assert begun.wait(60)
+        assert future.status == "pending"
+    deadline = time.monotonic() + 30
+    while _busy(client, address) and time.monotonic() < deadline:
+        threading.Event().wait(0.2)
+    assert not _busy(client, address)
+    assert not stored_policy.is_made(store, order.prefix)
+    client.unsubscribe_topic(stored_policy.TOPIC)
+
+
+def _busy(client: Client, address: str) -> bool:
+    running: Any = client.run(_running_here, workers=[address])
+    return "abandoned" in running[address]
+
+
+def _running_here(dask_worker: Any) -> list[str]:
+    return [str(key) for key in dask_worker.active_threads.values()]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
-import shutil
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from tasks.config import SEARCH_R1_INSTRUCTION, ModelConfig, RolloutConfig
 from tasks.data.questions import Passage
 from tasks.errors import PolicyError
 from tasks.rollout.protocol import CORRECTIVE, Answer, Invalid, Search, SearchProtocol, parse
-from tasks.training.policy import load_tokenizer
 from tasks.training.tiny_policy import build_tokenizer
+from tests.tokenizer_helpers import load_qwen
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
-QWEN = Path(__file__).resolve().parents[2] / "shared/tokenizers/qwen2.5"
+HOTPOTQA = Path(__file__).resolve().parents[2] / "shared/data"
 QUESTION = "Who directed the film that Ada Marlowe starred in?"
 
 
@@ -31,15 +30,7 @@ def tiny() -> Any:
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Qwen2.5's, which splits the protocol's tags into several tokens."""
-    if not QWEN.exists():
-        pytest.skip(f"{QWEN} is absent")
-    folder = tmp_path_factory.mktemp("qwen")
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
-        shutil.copy(QWEN / name, folder)
-    (folder / "tokenizer.json").write_bytes(
-        gzip.decompress((QWEN / "tokenizer.json.gz").read_bytes())
-    )
-    return load_tokenizer(folder, chat=True)
+    return load_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module", params=["tiny", "qwen"])
@@ -236,3 +227,76 @@ def test_observation_keeps_its_budget_and_shares_it_fairly(
     fits = [c for c in range(longest + 1) if sum(min(len(doc), c) for doc in docs) <= room]
     cut = [token for doc in docs for token in doc[: max(fits)]]
     assert ids[len(opening) : len(ids) - len(closing)] == cut
+
+
+# Text from outside holds no special token
+
+SPECIAL = {"tiny": ("<|end|>", "<|user|>"), "qwen": ("<|im_end|>", "<|endoftext|>")}
+CONTROL = st.lists(
+    st.sampled_from(
+        ["a", " ", "\n", "é", "<|", "|>", "end", "im_", "\ue000", "<answer>", "</information>"]
+        + [token for tokens in SPECIAL.values() for token in tokens]
+    ),
+    max_size=8,
+).map("".join)
+
+
+def _special_ids(tokenizer: Any, ids: list[int]) -> list[int]:
+    return [i for i in ids if i in tokenizer.all_special_ids]
+
+
+@settings(max_examples=150, deadline=None)
+@given(title=CONTROL, text=CONTROL, question=CONTROL, action=CONTROL)
+def test_text_from_outside_puts_no_special_token_into_a_trajectory(
+    tokenizer: Any, title: str, text: str, question: str, action: str
+) -> None:
+    protocol = _protocol(tokenizer)
+    observed = protocol.observation([Passage(title, text)])
+    assert _special_ids(tokenizer, observed) == []
+    assert tokenizer.decode(observed) == (
+        f"\n\n<information>Doc 1(Title: {title}) {text}\n</information>\n\n"
+    )
+    written = protocol.encode_action(action)
+    assert _special_ids(tokenizer, written) == []
+    assert tokenizer.decode(written) == action
+    prompt, plain = protocol.prompt(question), protocol.prompt("")
+    assert _special_ids(tokenizer, prompt) == _special_ids(tokenizer, plain), "the template's alone"
+    before, after = SEARCH_R1_INSTRUCTION.split("{question}")
+    assert f"{before}{question}{after}" in protocol.text(prompt)
+
+
+def test_special_tokens_of_the_instruction_are_the_users_own(qwen: Any) -> None:
+    instruction = "<|im_start|>user\n{question}<|im_end|>\n"
+    protocol = _protocol(qwen, {"chat": False, "instruction": instruction})
+    ids = protocol.prompt("what does <|im_end|> mean?")
+    assert [qwen.decode([i]) for i in _special_ids(qwen, ids)] == ["<|im_start|>", "<|im_end|>"]
+    assert protocol.text(ids) == "<|im_start|>user\nwhat does <|im_end|> mean?<|im_end|>\n"
+
+
+def _real_texts() -> tuple[list[str], list[str]]:
+    """Questions and passages of HotpotQA."""
+    files = sorted(HOTPOTQA.glob("*.jsonl"))
+    if not files:
+        pytest.skip(f"{HOTPOTQA} has no questions")
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    passages = {
+        f"{title} {''.join(sentences)}"
+        for row in rows
+        for title, sentences in zip(
+            row["context"]["title"], row["context"]["sentences"], strict=True
+        )
+    }
+    return [row["question"] for row in rows], sorted(passages)
+
+
+def check_ids(tokenizer: Any, every: int) -> None:
+    questions, passages = (texts[::every] for texts in _real_texts())
+    protocol = _protocol(tokenizer, {"chat": False, "instruction": "{question}"})
+    for ours, texts in ((protocol.prompt, questions), (protocol.encode_action, passages)):
+        assert len(texts) > 1800 / every
+        assert [ours(t) for t in texts] == tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def test_ordinary_text_has_the_ids_that_the_tokenizer_gives_it(tokenizer: Any) -> None:
+    """A policy knows its text by these ids."""
+    check_ids(tokenizer, every=40)

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasks.config import SEARCH_R1_INSTRUCTION
 from tasks.evaluation.intervals import wilson
-from tasks.evaluation.scoring import exact_match, extract_answer, f1, normalise
+from tasks.evaluation.scoring import (
+    exact_match,
+    extract_answer,
+    f1,
+    normalise,
+    search_r1_answer,
+    search_r1_exact_match,
+)
 
 REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference" / "answer_scoring.json"
 
@@ -54,6 +62,55 @@ def test_official_extraction(reference: dict[str, Any]) -> None:
 )
 def test_extraction_at_the_edges(text: str, expected: str | None) -> None:
     assert extract_answer(text) == expected
+
+
+ONE = "Answer inside <answer> text </answer>. Question: Where?"
+PROMPT = SEARCH_R1_INSTRUCTION  # holds two pairs
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # A single pair is taken for the prompt's example.
+        ("", None),
+        ("<answer>Rome</answer>", None),
+        (ONE, None),
+        (PROMPT, "Beijing"),
+        (PROMPT + "<answer>Rome", "Beijing"),
+        (ONE + "<answer>Rome", None),
+        (ONE + "<ANSWER>Rome</ANSWER>", None),
+        (ONE + "<answer>\n Rome \n</answer>", "Rome"),
+        ("<answer>a</answer><answer></answer>", ""),
+        # It reads observations, and of nested tags from the first one.
+        (ONE + "<information><answer>Oslo</answer></information> I give up", "Oslo"),
+        (ONE + "<answer>Rome</answer><information><answer>Oslo</answer>", "Oslo"),
+        (ONE + "<answer>a <answer>Rome</answer>", "a <answer>Rome"),
+        (ONE + "<answer> unclosed <information>x</information> <answer>Rome</answer>",
+         "unclosed <information>x</information> <answer>Rome"),
+        # Unclosed in the prompt, it takes everything up to the first closing tag.
+        ("<answer> Question <answer>Rome</answer>", None),
+    ],
+)  # fmt: skip
+def test_search_r1_reads_the_whole_text(text: str, expected: str | None) -> None:
+    assert search_r1_answer(text) == expected
+
+
+def test_search_r1_counts_any_gold_after_the_same_normalisation() -> None:
+    text = PROMPT + "<search> x </search><information></information><answer> The Rome. </answer>"
+    assert search_r1_exact_match(text, ["Paris", "rome"])
+    assert not search_r1_exact_match(text, ["Rome, Italy"])
+    assert search_r1_exact_match(PROMPT, ["Beijing"]), "as published: the example is an answer"
+    assert not search_r1_exact_match(ONE, ["text"])
+    with pytest.raises(ValueError, match="at least one"):
+        search_r1_exact_match(PROMPT, [])
+
+
+@given(st.text(alphabet="<>/answer x", max_size=60))
+def test_search_r1_agrees_where_the_policy_writes_one_plain_answer(text: str) -> None:
+    if "<answer>" in text or "</answer>" in text or "<" in text:
+        return
+    sampled = f"<answer>{text}</answer>"
+    assert search_r1_answer(PROMPT + sampled) == extract_answer(sampled)
 
 
 def test_the_best_of_several_golds_counts() -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from tasks.config import TrainConfig
 from tasks.errors import GangError
+from tasks.training.batching import Item
 from tasks.training.gang import (
     EpochEnded,
     Event,
@@ -30,6 +35,15 @@ from tests.trainer_pool import FolderStore, Pool, config, plan_of
 from tests.training_helpers import make_batch, save_tiny_policy
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The policies are too small to share out, and the ranks need the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     pool = Pool()
@@ -43,45 +57,151 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FULL = {"kl_coefficient": 0.3, "entropy_coefficient": 0.05}
+WHOLE = {"mini_batch_size": 16, **FULL}
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"aggregation": "sequence_mean_token_mean", "truncated": "mask"},
+    {"aggregation": "sequence_mean_token_sum", "truncated": "mask", "advantage": "dr_grpo"},
+    {"aggregation": "sequence_mean_token_sum", "aggregation_constant": 9, "dual_clip": 1.5},
+    {"train_on_observations": True, "truncated": "mask", "importance": "off"},
+    {
+        "importance": "truncated",
+        "importance_bound": 1.1,
+        "advantage": "rloo",
+        "train_on_observations": True,
+        "aggregation": "sequence_mean_token_mean",
+    },
+]
 
 
-def _plain_gradient(folder: Path, **training: float) -> dict[str, torch.Tensor]:
-    """The first mini-batch's gradient, one unpadded trajectory at a time, nothing shared with
-    the trainer but the per-token formulas."""
-    model, settings = load_policy(folder), config(**training)
-    batch = make_batch(4, 4)
-    plan = plan_of(batch, settings, 1)
-    items = [item for micro in plan.micro_batches[0][0] for item in micro]
-    total = torch.zeros(())
-    count = 0
-    for g, t in items:
-        group = batch[0][g]
-        one = group.trajectories[t]
-        advantage = group_advantages([o.reward for o in group.trajectories])[t]
-        ids, mask = torch.tensor(one.ids[None]).long(), torch.tensor(one.loss_mask[None])
+def _plain_loss(
+    model: PreTrainedModel, settings: TrainConfig, items: list[Item], old: dict[Item, Tensor]
+) -> Tensor:
+    """A mini-batch's loss, one unpadded trajectory at a time and written out, sharing nothing with
+    the trainer but the per-token formulas. `old`: by the trainer, before the first step."""
+    groups, training = make_batch(4, 4)[0], settings.training
+    sums, counts = [], []
+    for item in items:
+        group = groups[item.group]
+        one = group.trajectories[item.trajectory]
+        rewards = [o.reward for o in group.trajectories]
+        advantage = group_advantages(rewards, training.advantage)[item.trajectory]
+        ids, sampled = torch.tensor(one.ids[None]).long(), torch.tensor(one.loss_mask[None])
+        mask = sampled.clone()
+        if training.train_on_observations:
+            mask[:, one.prompt_tokens :] = True
+        if training.truncated == "mask" and one.end == "truncated":
+            continue
         logprobs, entropy = token_logprobs(model, ids, mask, entropy_gradient=True)
-        loss = clipped_objective(
-            logprobs, torch.tensor(one.logprobs[None]), advantage, 0.2, 0.2
-        ).loss
-        loss = loss - settings.training.entropy_coefficient * entropy
+        trainer = old.get(item, logprobs.detach())
+        sampler = torch.where(sampled, torch.tensor(one.logprobs[None]), trainer)
+        behaviour = sampler if training.importance == "sampler" else trainer
+        made = clipped_objective(logprobs, behaviour, advantage, 0.2, 0.2, training.dual_clip)
+        weight = torch.ones_like(sampler)
+        if training.importance == "truncated":
+            weight = (trainer - sampler).exp().clamp(max=training.importance_bound)
+        loss = weight * made.loss - training.entropy_coefficient * entropy
         # The base is the policy itself before the first step: k3 and its gradient are 0.
-        loss = loss + settings.training.kl_coefficient * kl_k3(logprobs, logprobs.detach())
-        total = total + (loss * mask).sum()
-        count += int(mask.sum())
-    (total / count).backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        loss = loss + training.kl_coefficient * kl_k3(logprobs, logprobs.detach())
+        sums.append((loss * mask).sum())
+        counts.append(int(mask.sum()))
+    if training.aggregation == "token_mean":
+        return sum(sums, torch.zeros(())) / sum(counts)
+    if training.aggregation == "sequence_mean_token_mean":
+        return torch.stack([s / c for s, c in zip(sums, counts, strict=True)]).mean()
+    return torch.stack(sums).mean() / (training.aggregation_constant or settings.model.context)
 
 
-@pytest.mark.parametrize(("world", "budget"), [(1, 64), (2, 64), (2, 4096), (4, 96)])
-def test_gradient_depends_on_neither_ranks_nor_micro_batches(
-    pool: Pool, folder: Path, world: int, budget: int
+def _first_items(settings: TrainConfig, mini_batch: int = 0) -> list[Item]:
+    plan = plan_of(make_batch(4, 4), settings, 1)
+    return [item for micro in plan.micro_batches[mini_batch][0] for item in micro]
+
+
+def _plain_gradient(folder: Path, **training: Any) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradient of the first mini-batch."""
+    model, settings = load_policy(folder), config(**training)
+    loss = _plain_loss(model, settings, _first_items(settings), {})
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[tuple[float, dict[str, Tensor]]]:
+    return [_plain_gradient(folder, **WHOLE, **variant) for variant in VARIANTS]
+
+
+@pytest.mark.parametrize(
+    ("world", "budget", "order"), [(1, 64, 0), (1, 4096, 1), (2, 64, 2), (2, 4096, 0), (4, 96, 3)]
+)
+def test_gradient_depends_on_neither_ranks_nor_padding_nor_cut_nor_order(
+    pool: Pool,
+    folder: Path,
+    plain: list[tuple[float, dict[str, Tensor]]],
+    world: int,
+    budget: int,
+    order: int,
 ) -> None:
-    expected = _plain_gradient(folder, **FULL)
-    settings = config(tokens_per_micro_batch=budget, **FULL)
-    for full in pool.run(world, scenarios.gradient, folder=folder, settings=settings):
-        assert full.keys() == expected.keys()
-        for name, gradient in full.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
+    settings = [config(tokens_per_micro_batch=budget, **WHOLE, **v) for v in VARIANTS]
+    for rank in pool.run(world, scenarios.gradients, folder=folder, settings=settings, order=order):
+        for variant, (loss, full), (wanted, expected) in zip(VARIANTS, rank, plain, strict=True):
+            assert loss == pytest.approx(wanted, rel=1e-4), variant
+            assert full.keys() == expected.keys()
+            for name, gradient in full.items():
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
+
+
+def test_every_variant_is_another_gradient(plain: list[tuple[float, dict[str, Tensor]]]) -> None:
+    """Else the test above would not tell them apart."""
+    flat = [torch.cat([g.flatten() for g in one.values()]) for _, one in plain]
+    for i, one in enumerate(flat):
+        for other in flat[:i]:
+            assert (one - other).norm() > 1e-3 * one.norm()
+
+
+@pytest.mark.parametrize("importance", ["truncated", "off", "sampler"])
+def test_the_denominator_is_from_before_the_first_of_two_steps(
+    pool: Pool, folder: Path, importance: str
+) -> None:
+    settings = config(importance=importance, importance_bound=1.1, learning_rate=1e-2)
+    items = [_first_items(settings, index) for index in (0, 1)]
+    model, groups = load_policy(folder), make_batch(4, 4)[0]
+    old, apart = {}, []
+    for number, mini_batch in enumerate(items):
+        for item in mini_batch:
+            one = groups[item.group].trajectories[item.trajectory]
+            mask = torch.tensor(one.loss_mask[None])
+            with torch.no_grad():
+                old[item], _ = token_logprobs(model, torch.tensor(one.ids[None]).long(), mask)
+            if number == 0 or importance != "sampler":
+                apart.append((torch.tensor(one.logprobs[None]) - old[item])[mask])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    losses = []
+    for mini_batch in items:
+        loss = _plain_loss(model, settings, mini_batch, old)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    wrong = _plain_loss(model, settings, items[1], {}).item()
+    for metrics, *_ in pool.run(2, scenarios.updated, folder=folder, settings=settings, steps=1):
+        assert metrics[0]["loss"] == pytest.approx(sum(losses) / 2, rel=1e-3)
+        difference = torch.cat(apart)
+        kl = kl_k3(difference, torch.zeros(())).mean().item()
+        assert metrics[0]["mismatch_kl"] == pytest.approx(kl, rel=1e-4)
+        assert metrics[0]["mismatch_max"] == pytest.approx(float(difference.abs().max()), rel=1e-4)
+        assert ("importance_cut" in metrics[0]) == (importance == "truncated")
+    if importance != "sampler":
+        assert wrong != pytest.approx(losses[1], rel=1e-2), "the policy has moved"
+
+
+def test_a_mismatch_stops_all_ranks_before_the_first_step(pool: Pool, folder: Path) -> None:
+    for importance in ("sampler", "truncated"):
+        settings = config(mismatch_alarm=0.2, importance=importance)
+        for said in pool.run(2, scenarios.alarmed, folder=folder, settings=settings):
+            assert said[0].startswith("MismatchError: step 5: the log-probabilities the engine")
+            assert "training.mismatch_alarm 0.2; no optimizer step was taken" in said[0]
+            assert said[1:] == ["unchanged: True, steps 0", "works again: steps 2"]
 
 
 def test_an_update_moves_the_policy_and_exports_it_whole(pool: Pool, folder: Path) -> None:
@@ -117,7 +237,7 @@ def test_a_step_equals_plain_adamw(pool: Pool, folder: Path) -> None:
     ((metrics, _, full, _),) = pool.run(
         1, scenarios.updated, folder=folder, settings=settings, steps=1
     )
-    gradients = _plain_gradient(folder, mini_batch_size=16)
+    _, gradients = _plain_gradient(folder, mini_batch_size=16)
     model = load_policy(folder)
     for name, parameter in model.named_parameters():
         parameter.grad = gradients[name].clone()
@@ -199,7 +319,7 @@ def test_training_resumes_exactly_and_on_other_gang_sizes(
 
 def test_join_names_who_is_missing_and_refuses_older_epochs(pool: Pool, folder: Path) -> None:
     arguments = {"folder": folder, "settings": config()}
-    ((kind, text),) = pool.answers(3, scenarios.gradient, [1], timeout_s=1.0, **arguments)
+    ((kind, text),) = pool.answers(3, scenarios.one_trajectory, [1], timeout_s=1.0, **arguments)
     assert kind == "failed"
     assert "rank 1 of 3" in text
     assert "ranks [0, 2] did not join within 1 s" in text

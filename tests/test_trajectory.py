@@ -50,6 +50,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         exact_match=draw(st.booleans()),
         f1=draw(st.floats(0, 1)),
         reward=draw(st.floats(0, 2)),
+        gold_titles=(titles := tuple(draw(st.lists(st.text(max_size=9), max_size=3)))),
+        gold_found=titles[:1],
+        search_r1=draw(st.booleans()),
     )
 
 

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
+import shutil
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import AutoTokenizer
 
 from tasks.config import TrainConfig, WarmStartConfig, resolve
 from tasks.data.hotpotqa import load_questions
 from tasks.data.questions import pool
 from tasks.errors import ConfigError
 from tasks.retrieval.bm25 import build
+from tasks.retrieval.retriever import Bm25Retriever
 from tasks.rollout.protocol import SearchProtocol
 from tasks.training import tiny_policy
 from tasks.training.demonstrations import Corpus, Demonstrator, demonstrations
-from tasks.training.policy import count_parameters
-from tasks.training.warm_start import PROVENANCE, policy_key, settings_of, warm_start
+from tasks.training.policy import SMOLLM2, count_parameters, load_tokenizer
+from tasks.training.sft import sft_step
+from tasks.training.warm_start import (
+    PROVENANCE,
+    demonstrations_of,
+    policy_key,
+    settings_of,
+    warm_start,
+)
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(180)]
 
+SHARED = Path(__file__).resolve().parents[2] / "shared"
 SHIPPED = Path(__file__).resolve().parent.parent / "deployments" / "policies" / "tiny"
 
 
@@ -35,7 +49,7 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
     questions = list(load_questions("miniature:held_out"))
-    return Corpus(questions, build(pool(questions), 1.2, 0.75))
+    return Corpus(questions, Bm25Retriever(build(pool(questions), 1.2, 0.75)))
 
 
 def config(**warm: Any) -> TrainConfig:
@@ -54,7 +68,7 @@ def spoken(tokenizer: Any, demonstration: Any) -> str:
 def test_a_good_demonstration_searches_the_gold_titles_and_answers(
     tokenizer: Any, corpus: Corpus
 ) -> None:
-    play = Demonstrator(protocol(tokenizer), corpus.retriever, 3, 512)
+    play = Demonstrator(protocol(tokenizer), corpus.retriever, config())
     for question in corpus.questions[:50]:
         made = play.good(question)
         assert made is not None
@@ -69,8 +83,57 @@ def test_a_good_demonstration_searches_the_gold_titles_and_answers(
         assert whole.count("<information>") == 2
 
 
+@pytest.mark.parametrize("loaded", ["qwen", "smollm2"])
+def test_real_questions_in_the_tokens_of_real_policies(loaded: str, tmp_path: Path) -> None:
+    """Neither tokenizer has tokens for the tags."""
+    path = SHARED / "data" / "hotpotqa_train.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is absent")
+    made = resolve("smollm2", {"data": {"train": str(path)}})
+    real: Any = _qwen(tmp_path) if loaded == "qwen" else _smollm2()
+    play = SearchProtocol(real, made.model, made.rollout)
+    questions = load_questions(str(path))[:60]
+    retriever = Bm25Retriever(build(pool(questions), 1.2, 0.75))
+    demonstrator = Demonstrator(play, retriever, made)
+    shown, found = 0, 0
+    for question in questions:
+        one = demonstrator.good(question)
+        if one is None:
+            continue
+        shown += 1
+        titles = question.gold_titles
+        actions = [f"<search> {title}</search>" for title in titles]
+        assert spoken(real, one) == f"{''.join(actions)}<answer> {question.answers[0]}</answer>"
+        prompt = play.prompt(question.question)
+        assert one.ids[: len(prompt)].tolist() == prompt
+        assert not one.loss_mask[: len(prompt)].any()
+        hidden = real.decode(one.ids[~one.loss_mask])
+        assert hidden.count("</information>") == len(titles)
+        assert len(one.ids) <= made.model.context
+        found += sum(f"(Title: {title})" in hidden for title in titles) / len(titles)
+    assert shown >= 58
+    assert found / shown > 0.9, "a search for a title finds its passage"
+
+
+def _qwen(folder: Path) -> Any:
+    packed = SHARED / "tokenizers" / "qwen2.5"
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(packed / name, folder)
+    unpacked = gzip.decompress((packed / "tokenizer.json.gz").read_bytes())
+    (folder / "tokenizer.json").write_bytes(unpacked)
+    return load_tokenizer(folder, chat=True)
+
+
+def _smollm2() -> Any:
+    spec = find_spec(SMOLLM2.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{SMOLLM2} is not installed")
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
+    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+
+
 def test_bad_demonstrations_are_fluent_and_mostly_wrong(tokenizer: Any, corpus: Corpus) -> None:
-    play = Demonstrator(protocol(tokenizer), corpus.retriever, 3, 512)
+    play = Demonstrator(protocol(tokenizer), corpus.retriever, config())
     rng = random.Random(0)
     right = 0
     for question in corpus.questions[:200]:
@@ -82,19 +145,35 @@ def test_bad_demonstrations_are_fluent_and_mostly_wrong(tokenizer: Any, corpus: 
     assert right < 30
 
 
-def test_one_that_outgrows_the_context_is_left_out(tokenizer: Any, corpus: Corpus) -> None:
-    play = Demonstrator(protocol(tokenizer), corpus.retriever, 3, 64)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"model": {"context": 100}, "rollout": {"max_prompt_tokens": 99}},
+        {"rollout": {"max_search_turns": 1}},
+    ],
+)
+def test_what_a_run_would_not_allow_is_left_out(
+    tokenizer: Any, corpus: Corpus, limits: dict[str, Any]
+) -> None:
+    model = {**limits.get("model", {}), "warm_start": {"demonstrations": 4}}
+    short = resolve("tiny", {**limits, "model": model})
+    play = Demonstrator(protocol(tokenizer), corpus.retriever, short)
     assert play.good(corpus.questions[0]) is None
-    short = resolve(
-        "tiny",
-        {
-            "model": {"context": 100, "warm_start": {"demonstrations": 4}},
-            "rollout": {"max_prompt_tokens": 99},
-        },
-    )
-    model = tiny_policy.build_model(tokenizer, 0)
     with pytest.raises(ConfigError, match="none of 4 demonstrations"):
-        warm_start(short, model, tokenizer, corpus, lambda *_: None)
+        demonstrations_of(short, tokenizer, corpus)
+
+
+def test_a_question_without_supporting_facts_and_titles_that_find_nothing(
+    tokenizer: Any, corpus: Corpus
+) -> None:
+    play = Demonstrator(protocol(tokenizer), corpus.retriever, config())
+    bare = replace(corpus.questions[0], gold_titles=())
+    assert play.good(bare) is None
+    assert all(play.bad(bare, random.Random(i)) is None for i in range(20))
+    unknown = replace(corpus.questions[0], gold_titles=("!!!", " "))
+    assert "<search> !!!</search>" in spoken(tokenizer, play.good(unknown))
+    for i in range(20):
+        assert "</answer>" in spoken(tokenizer, play.bad(unknown, random.Random(i)))
 
 
 def test_good_first_then_the_mixture(tokenizer: Any, corpus: Corpus) -> None:
@@ -117,25 +196,33 @@ def test_fine_tuning_lowers_the_loss_and_says_what_it_did(tokenizer: Any, corpus
     made = config(demonstrations=120, learning_rate=3e-3, induction_steps=2, batch_size=8)
     model = tiny_policy.build_model(tokenizer, 0)
     losses: list[float] = []
-    provenance = warm_start(
-        made, model, tokenizer, corpus, lambda step, steps, loss: losses.append(loss)
+    shown = demonstrations_of(made, tokenizer, corpus)
+    came = warm_start(
+        made, model, shown, len(tokenizer), lambda step, steps, loss: losses.append(loss)
     )
-    assert len(losses) == provenance["steps"] == 2 + 15
+    assert len(losses) == came["steps"] == 2 + 15
     assert losses[-1] < losses[2] - 1
-    assert provenance["settings"] == settings_of(made).model_dump()
-    json.dumps(provenance)
+    assert (came["first_loss"], came["final_loss"]) == (losses[0], losses[-1])
+    assert (came["demonstrations"], came["left_out"]) == (120, 0)
+    assert json.loads(json.dumps(came)) == came
 
 
 def test_the_policys_name_depends_on_all_that_makes_it() -> None:
     one = config()
     assert policy_key(one, "base", "index") == policy_key(config(), "base", "index")
+    of_a_file = config(trajectories="a.jsonl")
+    assert policy_key(of_a_file, "base", "index", b"x") == policy_key(
+        config(trajectories="moved.jsonl"), "base", "index", b"x"
+    )
     others = [
+        policy_key(of_a_file, "base", "index", b"x"),
+        policy_key(of_a_file, "base", "index", b"y"),
         policy_key(config(good_share=0.5), "base", "index"),
         policy_key(one, "other", "index"),
         policy_key(one, "base", "other"),
         policy_key(resolve("tiny", {**one.model_dump(), "seed": 5}), "base", "index"),
     ]
-    assert len({policy_key(one, "base", "index"), *others}) == 5
+    assert len({policy_key(one, "base", "index"), *others}) == 7
 
 
 def test_settings_are_needed() -> None:
@@ -164,3 +251,51 @@ def test_the_shipped_policy_is_what_it_should_be(tokenizer: Any) -> None:
     assert 500_000 <= count_parameters(tiny_policy.build_model(tokenizer, 0)) <= 1_900_000
     shipped = json.loads((SHIPPED / "tokenizer.json").read_text())["model"]["vocab"]
     assert shipped.items() <= tokenizer.get_vocab().items(), "made by the code as it is"
+
+
+@pytest.mark.parametrize("kind", ["prompt", "observation", "corrective", "padding"])
+def test_the_loss_is_on_the_policys_tokens_alone(tokenizer: Any, corpus: Corpus, kind: str) -> None:
+    """Against the model's own logits; with one more token class in it, the loss is another."""
+    play = Demonstrator(protocol(tokenizer), corpus.retriever, config())
+    good = play.good(corpus.questions[0])
+    corrected = next(
+        made
+        for i in range(100)
+        if (made := play.bad(corpus.questions[1], random.Random(i))) is not None
+        and "previous action is invalid" in tokenizer.decode(made.ids)
+    )
+    assert good is not None
+    ids_BT, mask_BT = padded([good, corrected], tokenizer.eos_token_id)
+    model = tiny_policy.build_model(tokenizer, 0)
+    with torch.no_grad():
+        logprobs_BTV = model(input_ids=ids_BT).logits.log_softmax(-1)[:, :-1]
+    nll_BT = -logprobs_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0]
+    sgd = torch.optim.SGD(model.parameters(), 1e-3)
+    loss = sft_step(model, sgd, ids_BT, mask_BT)["loss"]
+    assert loss == pytest.approx(nll_BT[mask_BT[:, 1:]].mean().item(), rel=1e-5)
+
+    lengths = [len(good.ids), len(corrected.ids)]
+    first = [int(mask.int().argmax()) for mask in mask_BT]
+    columns = torch.arange(ids_BT.shape[1])
+    more_BT = mask_BT.clone()
+    for row, (length, start) in enumerate(zip(lengths, first, strict=True)):
+        between = (columns >= start) & (columns < length)
+        more_BT[row] |= {
+            "prompt": columns < start,
+            "observation": between if row == 0 else torch.zeros_like(between),
+            "corrective": between if row == 1 else torch.zeros_like(between),
+            "padding": columns >= length,
+        }[kind]
+    assert int(more_BT.sum()) > int(mask_BT.sum())
+    assert loss != pytest.approx(nll_BT[more_BT[:, 1:]].mean().item(), rel=1e-4)
+
+
+def padded(made: list[Any], filler: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Padded with the end-of-sequence token, which the policy also says."""
+    length = max(len(one.ids) for one in made) + 3
+    ids_BT = torch.full((len(made), length), filler)
+    mask_BT = torch.zeros(len(made), length, dtype=torch.bool)
+    for row, one in enumerate(made):
+        ids_BT[row, : len(one.ids)] = torch.from_numpy(one.ids)
+        mask_BT[row, : len(one.ids)] = torch.from_numpy(one.loss_mask)
+    return ids_BT, mask_BT

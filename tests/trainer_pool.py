@@ -25,7 +25,7 @@ from tasks.training import checkpoint
 from tasks.training.batching import UpdatePlan, plan_update
 from tasks.training.group import GangCoordinator, join
 from tasks.training.rank import TrainerRank
-from tests.training_helpers import make_batch
+from tests.training_helpers import make_batch, reordered
 
 Full = dict[str, torch.Tensor]
 
@@ -37,6 +37,7 @@ def config(**training: Any) -> TrainConfig:
         "kl_coefficient": 0.0,
         "entropy_coefficient": 0.0,
         "tokens_per_micro_batch": 4096,
+        "mismatch_alarm": 1e9,  # the log-probabilities are made up
     }
     return TrainConfig.model_validate(
         {
@@ -102,17 +103,25 @@ class FolderStore:
 # ---------------------------------------------------------------- scenarios
 
 
-def gradient(rank: int, world: int, folder: Path, settings: TrainConfig) -> Full:
-    """The full gradient of the first mini-batch, and the full parameters and metrics after it."""
-    trainer = TrainerRank(settings, folder, rank, world, "cpu")
-    batch = make_batch(4, 4)
-    plan = plan_of(batch, settings, world)
-    mine, counts = trainer._prepare(dict(enumerate(batch[0])), plan, 1)
-    trainer._mini_batch(plan.micro_batches[0][rank], mine, counts[0], "test")
-    return {
-        name: p.grad.full_tensor() if p.grad is not None else torch.zeros(p.shape)  # type: ignore[union-attr]
-        for name, p in trainer._policy.parameters()
-    }
+def gradients(
+    rank: int, world: int, folder: Path, settings: list[TrainConfig], order: int
+) -> list[tuple[float, Full]]:
+    """Loss and full gradient of the first mini-batch for each of the settings, with the batch in
+    one of many orders."""
+    trainer = TrainerRank(settings[0], folder, rank, world, "cpu")
+    batch = reordered(make_batch(4, 4), order)
+    made = []
+    for one in settings:
+        trainer.reset(one)
+        update = trainer._batch_update(plan_of(batch, one, world), 1)
+        update.prepare(dict(enumerate(batch[0])))
+        _, loss, _ = update.mini_batch(0)
+        full = {
+            name: p.grad.full_tensor() if p.grad is not None else torch.zeros(p.shape)  # type: ignore[union-attr]
+            for name, p in trainer._policy.parameters()
+        }
+        made.append((loss, full))
+    return made
 
 
 def updated(rank: int, world: int, folder: Path, settings: TrainConfig, steps: int) -> Any:
@@ -124,6 +133,29 @@ def updated(rank: int, world: int, folder: Path, settings: TrainConfig, steps: i
     metrics = [trainer.update(needed, plan, step) for step in range(steps)]
     full = dict(trainer._policy.full_tensors(torch.float32))
     return metrics, list(trainer.export_shards()), full, dict(trainer.full_tensors())
+
+
+def alarmed(rank: int, world: int, folder: Path, settings: TrainConfig) -> list[str]:
+    """An update that stops at the mismatch alarm, and one after it that does not."""
+    trainer = TrainerRank(settings, folder, rank, world, "cpu")
+    batch = make_batch(4, 4)
+    plan = plan_of(batch, settings, world)
+    before = trainer.state()
+    said = [_error(lambda: trainer.update(dict(enumerate(batch[0])), plan, 5))]
+    said.append(f"unchanged: {_same(before, trainer)}, steps {trainer.optimizer_steps}")
+    training = settings.training.model_copy(update={"mismatch_alarm": 1e9})
+    trainer.reset(settings.model_copy(update={"training": training}))
+    trainer.update(dict(enumerate(batch[0])), plan, 5)
+    said.append(f"works again: steps {trainer.optimizer_steps}")
+    return said
+
+
+def _same(before: checkpoint.RankState, trainer: TrainerRank) -> bool:
+    after = trainer.state()
+    return all(
+        torch.equal(one, after.values["parameter"][name])
+        for name, one in before.values["parameter"].items()
+    )
 
 
 def one_trajectory(rank: int, world: int, folder: Path, settings: TrainConfig) -> Any:
@@ -161,12 +193,7 @@ def failures(rank: int, world: int, folder: Path, settings: TrainConfig) -> list
         weights[0, 0] = float("nan")
     said.append(_error(lambda: trainer.update(good, plan, 8)))
     weights.copy_(kept)
-    after = trainer.state()
-    same = all(
-        torch.equal(one, after.values["parameter"][name])
-        for name, one in before.values["parameter"].items()
-    )
-    said.append(f"unchanged: {same}, steps {trainer.optimizer_steps}")
+    said.append(f"unchanged: {_same(before, trainer)}, steps {trainer.optimizer_steps}")
     trainer.update(good, plan, 9)
     said.append(f"works again: steps {trainer.optimizer_steps}")
     return said

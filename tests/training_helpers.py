@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tasks.rollout.trajectory import Group, GroupSummary, Trajectory, summarise
+from tasks.rollout.trajectory import End, Group, GroupSummary, Trajectory, summarise
 
 VOCABULARY = 61
 
@@ -54,7 +55,9 @@ def save_tiny_policy(folder: Path, seed: int = 0, chat: bool = True, **changes: 
     return folder
 
 
-def make_trajectory(tokens: int, seed: int, reward: float = 0.0) -> Trajectory:
+def make_trajectory(
+    tokens: int, seed: int, reward: float = 0.0, end: End = "answered"
+) -> Trajectory:
     """Prompt, sampled, observed and sampled tokens, in that order; log-probabilities made up."""
     rng = np.random.default_rng(seed)
     mask = np.zeros(tokens, np.bool_)
@@ -68,7 +71,7 @@ def make_trajectory(tokens: int, seed: int, reward: float = 0.0) -> Trajectory:
         versions=np.where(mask, 0, -1).astype(np.int32),
         prompt_tokens=tokens // 4,
         turns=(),
-        end="answered",
+        end=end,
         answer=None,
         exact_match=False,
         f1=0.0,
@@ -76,8 +79,12 @@ def make_trajectory(tokens: int, seed: int, reward: float = 0.0) -> Trajectory:
     )
 
 
-def make_batch(groups: int, size: int, seed: int = 0) -> tuple[list[Group], list[GroupSummary]]:
-    """Groups of trajectories of 8-40 tokens with random rewards, and their summaries."""
+Batch = tuple[list[Group], list[GroupSummary]]
+
+
+def make_batch(groups: int, size: int, seed: int = 0) -> Batch:
+    """Groups of trajectories of 8-40 tokens with random rewards, and their summaries. The second of
+    every group ran out of room."""
     rng = np.random.default_rng(seed)
     made = [
         Group(
@@ -85,23 +92,43 @@ def make_batch(groups: int, size: int, seed: int = 0) -> tuple[list[Group], list
             question_id=f"q{g}",
             trajectories=tuple(
                 make_trajectory(
-                    int(rng.integers(8, 41)), int(rng.integers(1 << 30)), float(rng.integers(0, 2))
+                    int(rng.integers(8, 41)),
+                    int(rng.integers(1 << 30)),
+                    float(rng.integers(0, 2)),
+                    "truncated" if t == 1 else "answered",
                 )
-                for _ in range(size)
+                for t in range(size)
             ),
         )
         for g in range(groups)
     ]
-    summaries = [
-        GroupSummary(
-            unit_id=group.unit_id,
-            question_id=group.question_id,
-            key=f"groups/{group.unit_id}",
-            worker="worker",
-            version=0,
-            seconds=0.0,
-            trajectories=tuple(summarise(t) for t in group.trajectories),
+    return made, [summary_of(group) for group in made]
+
+
+def summary_of(group: Group) -> GroupSummary:
+    return GroupSummary(
+        unit_id=group.unit_id,
+        question_id=group.question_id,
+        key=f"groups/{group.unit_id}",
+        worker="worker",
+        version=0,
+        seconds=0.0,
+        trajectories=tuple(summarise(t) for t in group.trajectories),
+    )
+
+
+def reordered(batch: Batch, order: int) -> Batch:
+    """The same groups and trajectories in another order; 0 leaves them as they are."""
+    if order == 0:
+        return batch
+    rng = np.random.default_rng(order)
+    made = [
+        replace(
+            batch[0][g],
+            trajectories=tuple(
+                batch[0][g].trajectories[t] for t in rng.permutation(len(batch[0][g].trajectories))
+            ),
         )
-        for group in made
+        for g in rng.permutation(len(batch[0]))
     ]
-    return made, summaries
+    return made, [summary_of(group) for group in made]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from tasks.evaluation.intervals import wilson
+from tasks.errors import DataError
+from tasks.evaluation.breakdown import Mode, breakdown
+from tasks.evaluation.outcomes import Outcomes, outcomes
 from tasks.inputs import Inputs
 from tasks.metrics import Evaluation, batch_stats
 from tasks.rollout.batches import evaluation_units
@@ -12,31 +16,56 @@ from tasks.rollout.fleet import Fleet
 from tasks.rollout.trajectory import GroupSummary
 
 
-def evaluate_version(
-    fleet: Fleet, inputs: Inputs, version: int, step: int
-) -> tuple[Evaluation, list[GroupSummary]]:
-    """Evaluates a published version; also returns the sampled groups, to be looked at.
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """An evaluation's record, and its groups by reference: one a question, in their order."""
+
+    record: Evaluation
+    groups: dict[Mode, Sequence[GroupSummary]]
+
+    @property
+    def outcomes(self) -> Outcomes:
+        return outcomes(self.groups)
+
+
+def evaluate_version(fleet: Fleet, inputs: Inputs, version: int, step: int) -> Evaluated:
+    """Evaluates a published version on every held-out question.
 
     Args:
         step: steps trained at that version, for the record.
+
+    Raises:
+        DataError: there are no held-out questions.
     """
-    greedy = evaluation_units(inputs.held_out, inputs.config, version, greedy=True)
-    sampled = evaluation_units(inputs.held_out, inputs.config, version, greedy=False)
-    fleet.offer([*greedy, *sampled])
-    of_greedy = fleet.collect([unit.unit_id for unit in greedy])
-    of_sampled = fleet.collect([unit.unit_id for unit in sampled])
-    made = Evaluation(
+    if not inputs.held_out:
+        raise DataError(
+            f"data.held_out {inputs.config.data.held_out!r} has no questions to evaluate on; "
+            "expected at least one"
+        )
+    began = time.perf_counter()
+    units = {
+        mode: evaluation_units(inputs.held_out, inputs.config, version, greedy=mode == "greedy")
+        for mode in ("greedy", "sampled")
+    }
+    fleet.offer([*units["greedy"], *units["sampled"]])
+    groups: dict[Mode, Sequence[GroupSummary]] = {
+        "greedy": fleet.collect([unit.unit_id for unit in units["greedy"]]),
+        "sampled": fleet.collect([unit.unit_id for unit in units["sampled"]]),
+    }
+    stats = {
+        mode: batch_stats(found, dropped=len(units[mode]) - len(found))
+        for mode, found in groups.items()
+    }
+    rows = {mode: breakdown(mode, found, inputs.held_out) for mode, found in groups.items()}
+    record = Evaluation(
         version=version,
         step=step,
         questions=len(inputs.held_out),
-        greedy=batch_stats(of_greedy),
-        sampled=batch_stats(of_sampled),
-        greedy_interval=_interval(of_greedy),
-        sampled_interval=_interval(of_sampled),
+        greedy=stats["greedy"],
+        sampled=stats["sampled"],
+        greedy_interval=rows["greedy"][0].exact_match_interval,
+        sampled_interval=rows["sampled"][0].exact_match_interval,
+        rows=(*rows["greedy"], *rows["sampled"]),
+        seconds=time.perf_counter() - began,
     )
-    return made, of_sampled
-
-
-def _interval(groups: Sequence[GroupSummary]) -> tuple[float, float]:
-    trajectories = [t for group in groups for t in group.trajectories]
-    return wilson(sum(t.exact_match for t in trajectories), len(trajectories))
+    return Evaluated(record, groups)

@@ -15,6 +15,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED = ("yes", "no", "noanswer")
 _OPEN_TAG, _CLOSE_TAG = "<answer>", "</answer>"
+_PAIR = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def normalise(text: str) -> str:
@@ -59,6 +60,34 @@ def extract_answer(sampled_text: str) -> str | None:
         return None
     start = opening + len(_OPEN_TAG)
     return sampled_text[start : sampled_text.index(_CLOSE_TAG, start)].strip()
+
+
+def search_r1_answer(whole_text: str) -> str | None:
+    """The answer as Search-R1's own scorer finds it, for comparison with published runs only.
+
+    Source: `extract_solution` in verl/utils/reward_score/qa_em.py of
+    https://github.com/PeterGriffinJin/Search-R1 (Jin et al. 2025). It reads the whole trajectory,
+    prompt and observations included, and takes the last pair of tags; a single pair it takes for
+    the prompt's example. So an answer may come from a retrieved passage, and with Search-R1's own
+    instruction (whose text holds two pairs) who never answers has answered its example, "Beijing".
+    Of nested tags it takes all that follows the first opening one.
+
+    Args:
+        whole_text: prompt, sampled and observed text in their order.
+    """
+    pairs = _PAIR.findall(whole_text)
+    return pairs[-1].strip() if len(pairs) > 1 else None
+
+
+def search_r1_exact_match(whole_text: str, golds: Sequence[str]) -> bool:
+    """Exact match as Search-R1 counts it: its own extraction, then the same normalisation.
+
+    Raises:
+        ValueError: no golds.
+    """
+    answer = search_r1_answer(whole_text)
+    _need(golds)
+    return answer is not None and exact_match(answer, golds)
 
 
 def _f1(prediction: str, gold: str) -> float:

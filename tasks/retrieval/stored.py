@@ -1,4 +1,4 @@
-"""The index in the object store: built once, fetched by every worker.
+"""The index in the object store and on disk: built once, fetched by every worker.
 
 `indexes/<key>.json` names the index's files as content-addressed objects. It is written last, so
 whoever sees it can have all of them.
@@ -10,11 +10,13 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from tasks.data.questions import Passage
 from tasks.errors import IntegrityError
-from tasks.retrieval.bm25 import Index
+from tasks.retrieval.bm25 import Index, build, index_key
 
 FORMAT = 1
 
@@ -79,22 +81,44 @@ def fetch_index(store: Store, key: str, cache_dir: str | Path) -> Index:
         StoreError: the store failed or has no such index.
         IntegrityError: the stored description or a file is damaged.
     """
-    target = Path(cache_dir) / key
+
+    def download(folder: Path) -> None:
+        for name, digest in _files(store.get(name_of(key)), key).items():
+            (folder / name).write_bytes(store.get_object(digest))
+
+    return _cached(Path(cache_dir) / key, download)
+
+
+def local_index(passages: Sequence[Passage], k1: float, b: float, cache_dir: str | Path) -> Index:
+    """The index over the passages from `cache_dir`, where `fetch_index` keeps it too, or built and
+    kept there: for what needs no store.
+
+    Raises:
+        DataError, ValueError: as `bm25.build`.
+        IntegrityError: the files in the cache are damaged.
+    """
+    key = index_key(passages, k1, b)
+    return _cached(Path(cache_dir) / key, lambda folder: build(passages, k1, b).save(folder))
+
+
+def _cached(target: Path, fill: Callable[[Path], None]) -> Index:
     if not target.is_dir():
-        _download(store, key, target)
+        _appear(target, fill)
     index = Index.load(target)
-    if index.key != key:
-        raise IntegrityError(f"index {target} says that its key is {index.key}, expected {key}")
+    if index.key != target.name:
+        raise IntegrityError(
+            f"index {target} says that its key is {index.key}; remove the folder to have it made "
+            "again"
+        )
     return index
 
 
-def _download(store: Store, key: str, target: Path) -> None:
-    files = _files(store.get(name_of(key)), key)
+def _appear(target: Path, fill: Callable[[Path], None]) -> None:
+    """Makes a folder with what `fill` writes, all at once."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{key[:16]}-", dir=target.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name[:16]}-", dir=target.parent))
     try:
-        for name, digest in files.items():
-            (scratch / name).write_bytes(store.get_object(digest))
+        fill(scratch)
         try:
             os.rename(scratch, target)
         except OSError:

@@ -8,11 +8,15 @@ from functools import partial
 from typing import Any
 
 from tasks.config import TrainConfig
-from tasks.data.order import batch
+from tasks.data.order import batch, order
 from tasks.data.questions import Question
 from tasks.rollout.agent import Unit
 from tasks.rollout.engine import Sampling
+from tasks.rollout.streams import turns_at_most
 from tasks.rollout.trajectory import GroupSummary, TrajectorySummary, plain
+
+_EVALUATION = 2**31
+_REFILL_EPOCHS = 2**32
 
 
 def train_units(
@@ -22,8 +26,36 @@ def train_units(
     rollout = config.rollout
     chosen = batch(len(questions), config.seed, step, rollout.questions_per_step)
     sampling = Sampling(rollout.temperature, rollout.top_p)
-    make = partial(_unit, version, config.seed, rollout.group_size, sampling)
-    return [make(f"train-{step:06d}-{i:05d}", questions[q]) for i, q in enumerate(chosen)]
+    make = partial(_unit, config, version, rollout.group_size, sampling)
+    first = step * (rollout.questions_per_step + len(questions))
+    return [
+        make(f"train-{step:06d}-{i:05d}", first + i, questions[q]) for i, q in enumerate(chosen)
+    ]
+
+
+def refill_units(
+    questions: Sequence[Question], config: TrainConfig, step: int, version: int, span: range
+) -> list[Unit]:
+    """Further units of a step, numbers `span` of them: like `train_units` a pure function of (seed,
+    step), of questions that the step does not have yet."""
+    rollout = config.rollout
+    regular = set(batch(len(questions), config.seed, step, rollout.questions_per_step))
+    # An epoch that no step reaches, of its own for each step.
+    further = order(len(questions), config.seed, _REFILL_EPOCHS + step)
+    chosen = [q for q in further.tolist() if q not in regular][span.start : span.stop]
+    sampling = Sampling(rollout.temperature, rollout.top_p)
+    make = partial(_unit, config, version, rollout.group_size, sampling)
+    first = step * (rollout.questions_per_step + len(questions)) + rollout.questions_per_step
+    return [
+        make(f"train-{step:06d}-refill-{i:05d}", first + i, questions[q])
+        for i, q in zip(span, chosen, strict=True)
+    ]
+
+
+def refill_available(questions: Sequence[Question], config: TrainConfig, step: int) -> int:
+    """How many units `refill_units` has for a step."""
+    regular = batch(len(questions), config.seed, step, config.rollout.questions_per_step)
+    return len(questions) - len(set(regular))
 
 
 def evaluation_units(
@@ -34,21 +66,43 @@ def evaluation_units(
     name = "greedy" if greedy else "sampled"
     sampling = Sampling(0.0, 1.0) if greedy else Sampling(rollout.temperature, rollout.top_p)
     size = 1 if greedy else config.evaluation.samples
-    make = partial(_unit, version, config.seed, size, sampling)
-    return [make(f"evaluation-{version:06d}-{name}-{i:05d}", q) for i, q in enumerate(questions)]
+    make = partial(_unit, config, version, size, sampling)
+    # Half of all streams are an evaluation's: never those of a unit that is trained on.
+    first = _EVALUATION // (size * turns_at_most(rollout)) + 1 + version * len(questions)
+    return [
+        make(f"evaluation-{version:06d}-{name}-{i:05d}", first + i, q)
+        for i, q in enumerate(questions)
+    ]
 
 
 def _unit(
-    version: int, seed: int, size: int, sampling: Sampling, unit_id: str, question: Question
+    config: TrainConfig,
+    version: int,
+    size: int,
+    sampling: Sampling,
+    unit_id: str,
+    number: int,
+    question: Question,
 ) -> Unit:
-    text, answers = question.question, question.answers
-    return Unit(unit_id, question.id, text, answers, version, seed, size, sampling)
+    """A unit. `number` is one that no other unit of the run has which samples as much: so none has
+    its random streams."""
+    return Unit(
+        unit_id=unit_id,
+        question_id=question.id,
+        question=question.question,
+        answers=question.answers,
+        version=version,
+        seed=config.seed,
+        size=size,
+        sampling=sampling,
+        gold_titles=question.gold_titles,
+        stream=number * size * turns_at_most(config.rollout),
+    )
 
 
 def unit_from_wire(data: dict[str, Any]) -> Unit:
-    return Unit(
-        **{**data, "answers": tuple(data["answers"]), "sampling": Sampling(**data["sampling"])}
-    )
+    tuples = {name: tuple(data[name]) for name in ("answers", "gold_titles")}
+    return Unit(**{**data, **tuples, "sampling": Sampling(**data["sampling"])})
 
 
 def summary_to_wire(summary: GroupSummary) -> dict[str, Any]:

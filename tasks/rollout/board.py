@@ -4,7 +4,8 @@
 and `WorkerQueue` a worker's. Waiting is a long poll answered by the scheduler's event loop, so
 nobody sleeps. A run is open as long as its flow renews its lease; a flow that was killed stops
 renewing (or its client disconnects, which closes the run at once), and every worker then learns at
-its next pull that the run is closed.
+its next call that the run is closed. A worker keeps its units as long as it calls: one that dies is
+seen by Dask at once, one that hangs as a whole is missed after `queue.WORKER_SILENT_S`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,26 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.utils import sync
 
 from tasks.errors import RunClosed
-from tasks.rollout.queue import UnitQueue, Wire
+from tasks.rollout.queue import WORKER_SILENT_S, UnitQueue, Wire
 
 POLL_S = 2.0
 """Seconds a long poll lasts at most."""
 LEASE_S = 60.0
 """Seconds a run stays open without a sign of life from its flow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a worker is told when it asks.
+
+    Attributes:
+        units: to start. cancel: ids of units of its own that another worker has done.
+        retired: it is not needed any more and should end.
+    """
+
+    units: list[Wire]
+    cancel: list[str]
+    retired: bool
 
 
 @dataclass(slots=True)
@@ -69,19 +84,24 @@ class QueueBoard(SchedulerPlugin):
             self.kindling_report,
             self.kindling_collect,
             self.kindling_renew,
+            self.kindling_alive,
+            self.kindling_load,
+            self.kindling_retire,
             self.kindling_close,
         ):
             scheduler.handlers[method.__name__] = method
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        for name, run in self._runs.items():
-            returned = run.queue.lose(worker)
-            if returned:
-                run.events.append(
-                    {"kind": "worker_lost", "run": name, "worker": worker, "units": returned}
-                )
-                run.wake_workers()
-            run.wake_flow()
+        for state in self._runs.values():
+            self._lose(state, worker, "was lost")
+
+    def _lose(self, state: _OpenRun, worker: str, how: str) -> None:
+        units = state.queue.lose(worker)
+        if units:
+            event = {"kind": "worker_lost", "worker": worker, "how": how, "units": units}
+            state.events.append(event)
+            state.wake_workers()
+        state.wake_flow()
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """A flow that has gone will not come back: its tasks on the workers are released too."""
@@ -110,31 +130,43 @@ class QueueBoard(SchedulerPlugin):
         state.queue.offer(units)
         state.wake_workers()
 
-    async def kindling_pull(self, run: str, worker: str, count: int, wait: bool) -> list[Wire]:
-        """At most `count` units; with `wait`, an empty list only after `POLL_S`."""
+    async def kindling_alive(self, run: str, worker: str) -> None:
+        """A sign of life, and the question whether the run is still open."""
+        self._get(run).queue.renew(worker, time.monotonic())
+
+    async def kindling_pull(self, run: str, worker: str, count: int, wait: bool) -> Wire:
+        """At most `count` units, with `wait` none only after `POLL_S`; and what to cancel."""
         units = self._pull(run, worker, count)
         if not units and wait and await _set_in_time(self._get(run).work):
             units = self._pull(run, worker, count)
-        return units
+        queue = self._get(run).queue
+        retired = worker in queue.retired
+        return {"units": units, "cancel": queue.cancellations(worker), "retired": retired}
 
     def _pull(self, run: str, worker: str, count: int) -> list[Wire]:
-        queue = self._get(run).queue
+        state = self._get(run)
+        now = time.monotonic()
+        for silent in state.queue.silent(now):
+            self._lose(state, silent, f"gave no sign of life for {WORKER_SILENT_S:g} s")
         # One that died while it waited here must get nothing: nobody would ever give it back.
         assert self._scheduler is not None
-        return queue.pull(worker, count) if worker in self._scheduler.workers else []
+        return state.queue.pull(worker, count, now) if worker in self._scheduler.workers else []
 
     async def kindling_complete(self, run: str, worker: str, results: Sequence[Wire]) -> None:
         state = self._get(run)
         for result in results:
-            state.queue.complete(worker, result)
+            state.queue.complete(worker, result, time.monotonic())
         state.wake_flow()
 
     async def kindling_fail(self, run: str, worker: str, unit_id: str, message: str) -> None:
         state = self._get(run)
-        state.queue.fail(worker, unit_id, message)
+        quarantined = state.queue.fail(worker, unit_id, message, time.monotonic())
         state.events.append(
             {"kind": "unit_failed", "worker": worker, "unit_id": unit_id, "message": message}
         )
+        if quarantined:
+            why = state.queue.quarantined[worker]
+            state.events.append({"kind": "quarantined", "worker": worker, "message": why})
         state.wake_workers()
         state.wake_flow()
 
@@ -142,6 +174,23 @@ class QueueBoard(SchedulerPlugin):
         state = self._get(run)
         state.events.append(event)
         state.wake_flow()
+
+    async def kindling_load(self, run: str) -> Wire:
+        """What `scaling.Load` is made of."""
+        queue = self._get(run).queue
+        return {
+            "outstanding": queue.outstanding,
+            "worker_s": queue.worker_s,
+            "workers": list(queue.workers),
+            "idle": queue.idle(time.monotonic()),
+        }
+
+    async def kindling_retire(self, run: str, worker: str) -> bool:
+        """Gives a worker no more units unless it holds some; whether it does not."""
+        state = self._get(run)
+        retired = state.queue.retire(worker)
+        state.wake_workers()
+        return retired
 
     async def kindling_collect(self, run: str, done: int, events: int) -> Wire:
         """Results and events after the first `done` and `events`; waits `POLL_S` at most."""
@@ -200,6 +249,13 @@ class FlowQueue:
     def renew(self) -> None:
         self._call("kindling_renew")
 
+    def load(self) -> Wire:
+        return self._call("kindling_load")
+
+    def retire(self, worker: str) -> bool:
+        """Whether the worker holds no unit; it then gets none any more, and its loop ends."""
+        return self._call("kindling_retire", worker=worker)
+
     def close(self) -> None:
         self._call("kindling_close")
 
@@ -215,8 +271,13 @@ class WorkerQueue:
         remote = getattr(self._worker.scheduler, handler)
         return sync(self._worker.loop, remote, run=self._run, **arguments)
 
-    def pull(self, count: int, wait: bool) -> list[Wire]:
-        return self._call("kindling_pull", worker=self._worker.address, count=count, wait=wait)
+    def alive(self) -> None:
+        """To be called every few seconds, or the units go to others."""
+        self._call("kindling_alive", worker=self._worker.address)
+
+    def pull(self, count: int, wait: bool) -> Pulled:
+        found = self._call("kindling_pull", worker=self._worker.address, count=count, wait=wait)
+        return Pulled(**found)
 
     def complete(self, results: Sequence[Wire]) -> None:
         self._call("kindling_complete", worker=self._worker.address, results=list(results))

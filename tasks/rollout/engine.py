@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tasks.config import TrainConfig
 from tasks.rollout.protocol import STOP_TAGS
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 Finish = Literal["stop", "length"]
 
@@ -76,6 +79,7 @@ class VllmEngine:
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import EngineArgs
 
+        self._prompts: dict[str, list[int]] = {}
         on_gpu = torch.cuda.is_available()
         where: dict[str, Any] = (
             {}
@@ -106,32 +110,27 @@ class VllmEngine:
         )
 
     def add(self, request: Request) -> None:
-        from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
 
-        greedy = request.sampling.temperature == 0
-        params = SamplingParams(
-            temperature=request.sampling.temperature,
-            top_p=request.sampling.top_p,
-            seed=None if greedy else request.seed,
-            max_tokens=request.max_tokens,
-            stop=list(STOP_TAGS),
-            include_stop_str_in_output=True,
-            # 0: the sampled token's own, and no others.
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_special_tokens=False,
-        )
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
-        self.llm.add_request(request.request_id, prompt, params)
+        self.llm.add_request(request.request_id, prompt, sampling_params(request))
+        self._prompts[request.request_id] = request.prompt_ids
 
     def step(self) -> list[Completion]:
-        return [_completion(output) for output in self.llm.step() if output.finished]
+        return [
+            _completion(output, self._prompts.pop(output.request_id))
+            for output in self.llm.step()
+            if output.finished and output.request_id in self._prompts
+        ]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self.llm.abort_request(list(request_ids))
+        for request_id in request_ids:
+            self._prompts.pop(request_id, None)
+
+    def close(self) -> None:
+        """Gives up the model, the cache and what else the engine holds of the device."""
+        self.llm.engine_core.shutdown()
 
     def reset_prefix_cache(self) -> None:
         """Forgets keys and values of older weights; only between units, with nothing running."""
@@ -139,7 +138,31 @@ class VllmEngine:
         assert reset, "the prefix cache can be reset only when no request runs"
 
 
-def _completion(output: Any) -> Completion:
+def sampling_params(request: Request) -> SamplingParams:
+    """vLLM's parameters of a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    greedy = request.sampling.temperature == 0
+    return SamplingParams(
+        temperature=request.sampling.temperature,
+        top_p=request.sampling.top_p,
+        seed=None if greedy else request.seed,
+        max_tokens=request.max_tokens,
+        stop=list(STOP_TAGS),
+        include_stop_str_in_output=True,
+        # 0: the sampled token's own, and no others.
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_special_tokens=False,
+    )
+
+
+def _completion(output: Any, prompt_ids: list[int]) -> Completion:
+    assert list(output.prompt_token_ids) == prompt_ids, (
+        "the engine went on from the ids it was given"
+    )
     sampled = output.outputs[0]
     ids = list(sampled.token_ids)
     logprobs = list(sampled.logprobs.logprobs)

@@ -11,11 +11,12 @@ from typing import cast
 
 from distributed import Client, Future
 
-from tasks.cluster import ROLLOUT, submit_to, workers_with
-from tasks.errors import ClusterError, KindlingError, RunClosed, UnitFailed
+from tasks.cluster import ROLLOUT, WorkerPool, submit_to, workers_with
+from tasks.errors import ClusterError, KindlingError, RewardError, RunClosed, UnitFailed
 from tasks.rollout.agent import Unit
 from tasks.rollout.batches import summary_from_wire
 from tasks.rollout.board import FlowQueue
+from tasks.rollout.elastic import Scaler
 from tasks.rollout.queue import Wire
 from tasks.rollout.trajectory import GroupSummary
 from tasks.rollout.worker import RolloutSpec, serve_run
@@ -37,6 +38,7 @@ class Fleet:
         client: Client,
         spec: RolloutSpec,
         log: logging.Logger | logging.LoggerAdapter,
+        pool: WorkerPool | None = None,
         serve: Callable[[RolloutSpec], None] = serve_run,
     ) -> None:
         self._client = client
@@ -44,12 +46,15 @@ class Fleet:
         self._log = log
         self._serve = serve
         self._groups: dict[str, GroupSummary] = {}
+        self._dropped: dict[str, str] = {}
         self._serving: dict[str, Future] = {}
         self._alone_since: float | None = None
         self._look_again = 0.0
         self.loads: dict[str, int] = {"engines": 0, "indexes": 0, "anchors": 0}
         self.applied: list[Wire] = []
         self._queue = FlowQueue(client, spec.run)
+        cluster = spec.config.cluster
+        self._scaler = Scaler(client, self._queue, pool, cluster, log) if pool else None
         self._over = threading.Event()
         # Training may take minutes in which the flow's thread asks the queue for nothing.
         self._keeper = threading.Thread(target=self._keep_lease, name="run-lease", daemon=True)
@@ -65,23 +70,28 @@ class Fleet:
     ) -> list[GroupSummary]:
         """Waits for these units' groups; returns them in the order asked for.
 
+        A group that the run's reward function failed on is left out, with a warning.
+
         Args:
             progress: called with the number that is there whenever it may have grown.
 
         Raises:
             UnitFailed: a unit was given up.
+            RewardError: more than rollout.max_failed_rewards of them were left out.
             ClusterError: no rollout worker is left and none came back in time.
             KindlingError: what stopped a worker's loop.
         """
         while True:
-            have = sum(unit_id in self._groups for unit_id in unit_ids)
+            there = [unit_id for unit_id in unit_ids if unit_id in self._groups]
+            dropped = [unit_id for unit_id in unit_ids if unit_id in self._dropped]
             if progress is not None:
-                progress(have)
-            if have == len(unit_ids):
-                return [self._groups.pop(unit_id) for unit_id in unit_ids]
+                progress(len(there))
+            self._require_rewards(dropped, len(unit_ids))
+            if len(there) + len(dropped) == len(unit_ids):
+                return [self._groups.pop(unit_id) for unit_id in there]
             done, events, failed = self._queue.collect()
             for result in done:
-                self._groups[result["unit_id"]] = summary_from_wire(result)
+                self._take(result)
             for event in events:
                 self._note(event)
             for unit_id in unit_ids:
@@ -90,6 +100,23 @@ class Fleet:
             lost = any(event["kind"] == "worker_lost" for event in events)
             if lost or time.monotonic() > self._look_again:
                 self._serve_everywhere()
+
+    def _take(self, result: Wire) -> None:
+        unit_id = result["unit_id"]
+        if "dropped" in result:
+            self._dropped[unit_id] = result["dropped"]
+            self._log.warning("group %s is left out: %s", unit_id, result["dropped"])
+        else:
+            self._groups[unit_id] = summary_from_wire(result)
+
+    def _require_rewards(self, dropped: Sequence[str], asked: int) -> None:
+        limit = self._spec.config.rollout.max_failed_rewards
+        if len(dropped) > limit * asked:
+            raise RewardError(
+                f"the reward failed on {len(dropped)} of {asked} groups, more than the share "
+                f"rollout.max_failed_rewards = {limit:g} allows; the last: "
+                f"{self._dropped[dropped[-1]]}"
+            )
 
     def close(self) -> None:
         """Closes the run: its workers finish their engine step and are free."""
@@ -149,13 +176,34 @@ class Fleet:
                 self.applied.append(event)
                 self._log.debug("worker %s applied version %s", worker, event["version"])
             case "worker_lost":
-                self._log.warning("rollout worker %s was lost; its units go on elsewhere", worker)
+                self._log.warning(
+                    "rollout worker %s %s; its %d units go on elsewhere",
+                    worker,
+                    event["how"],
+                    len(event["units"]),
+                )
+            case "quarantined":
+                self._log.warning(
+                    "rollout worker %s gets no more units in this run: %s; restart it",
+                    worker,
+                    event["message"],
+                )
             case "unit_failed":
                 self._log.warning("unit %s failed: %s", event["unit_id"], event["message"])
 
+    def _has_ended(self, address: str) -> bool:
+        """Whether this run's loop has ended on a worker that is still there."""
+        future = self._serving.get(address)
+        return future is not None and future.status == "finished"
+
     def _keep_lease(self) -> None:
-        while not self._over.wait(RENEW_S):
+        renewed = time.monotonic()
+        while not self._over.wait(min(RENEW_S, LOOK_AGAIN_S)):
             try:
-                self._queue.renew()
+                if time.monotonic() - renewed >= RENEW_S:
+                    self._queue.renew()
+                    renewed = time.monotonic()
+                if self._scaler is not None:
+                    self._scaler.look(self._has_ended)
             except (OSError, RunClosed):
                 return  # the flow's own next call says the same where it can be handled

@@ -4,6 +4,10 @@ The policy writes `<search>query</search>` or `<answer>text</answer>`; a search 
 `<information>...</information>`. Anything else is an invalid action, which costs a turn and gets a
 corrective observation. Everything here is token in, token out: pieces are encoded once and
 concatenated, never re-tokenised.
+
+Questions, passages and demonstrated actions come from outside, and may contain the text of a
+special token (`<|im_end|>`). They are encoded as the text they are; only the instruction and the
+chat template can put special tokens into a trajectory.
 """
 
 from __future__ import annotations
@@ -33,8 +37,21 @@ class Tokenizer(Protocol):
 
     chat_template: str | None
     eos_token_id: int | None
+    all_special_tokens: list[str]
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(
+        self, text: str, *, add_special_tokens: bool, split_special_tokens: bool
+    ) -> list[int]: ...
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        *,
+        clean_up_tokenization_spaces: bool,
+    ) -> str: ...
+
+    def convert_tokens_to_ids(self, tokens: str) -> int: ...
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
@@ -60,10 +77,16 @@ Action = Search | Answer | Invalid
 
 
 def parse(sampled_text: str) -> Action:
-    """The action a turn's sampled text ends in. An empty query is no action.
+    """The action a turn's sampled text ends in.
 
     Generation stops at the first closing tag, so the text ends there; tags before it count only
-    when they close the same pair (`<search> a <answer> b </answer>` is an answer).
+    when they close the same pair (`<search> a <answer> b </answer>` is an answer). Tags are
+    lower-case, a pair that is not closed is no action, and nothing outside the pair matters.
+
+    Search-R1 samples on to the limit, cuts the text at its first closing tag and encodes it anew.
+    Its actions differ in two cases: of nested opening tags it takes the first where this takes the
+    nearest (`<search> a <search> b </search>` asks for "b", not "a <search> b"), and it sends an
+    empty query to its search engine where this is an invalid action.
     """
     if sampled_text.rstrip().endswith("</answer>"):
         answer = extract_answer(sampled_text)
@@ -90,6 +113,9 @@ class SearchProtocol:
         self._model = model
         self._budget = rollout.max_observation_tokens
         self._max_prompt = rollout.max_prompt_tokens
+        # Longest first, as tokenizers match them.
+        special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, special)) or '(?!)'})")
         self.corrective: list[int] = self._encode(CORRECTIVE)
         self._open = self._encode("\n\n<information>")
         self._close = self._encode("</information>\n\n")
@@ -97,7 +123,12 @@ class SearchProtocol:
         self._passage_ids = lru_cache(maxsize=16_384)(self._encode_passage)
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Ids of text that no special token is recognised in."""
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What ids read as; bytes that are no UTF-8 read as U+FFFD."""
+        return self._tokenizer.decode(ids, False, clean_up_tokenization_spaces=False)
 
     def prompt(self, question: str) -> list[int]:
         """Prompt ids of a question.
@@ -105,12 +136,12 @@ class SearchProtocol:
         Raises:
             PolicyError: longer than rollout.max_prompt_tokens.
         """
-        text = self._model.instruction.replace("{question}", question)
-        if self._model.chat:
-            text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        if self._special.search(question) is None:
+            ids = self._tokenizer.encode(
+                self._message(question), add_special_tokens=False, split_special_tokens=False
             )
-        ids = self._encode(text)
+        else:
+            ids = self._prompt_around(question)
         if len(ids) > self._max_prompt:
             raise PolicyError(
                 f"the prompt of question {question[:80]!r} has {len(ids)} tokens, more than "
@@ -119,10 +150,37 @@ class SearchProtocol:
             )
         return ids
 
+    def _message(self, question: str) -> str:
+        text = self._model.instruction.replace("{question}", question)
+        if not self._model.chat:
+            return text
+        return self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+
+    def _prompt_around(self, question: str) -> list[int]:
+        """The prompt of a question that contains the text of special tokens.
+
+        That text is veiled, so that the special tokens found are the template's and the
+        instruction's own. A tokenizer encodes what lies between special tokens by itself, as here.
+        """
+        known = self._message("") + question
+        veil = next(sign for sign in map(chr, range(0xE000, 0xF900)) if sign not in known)
+        veiled = iter(self._special.findall(question))
+        message = self._message(self._special.sub(veil, question))
+        ids: list[int] = []
+        for number, piece in enumerate(self._special.split(message)):
+            if number % 2:
+                ids.append(self._tokenizer.convert_tokens_to_ids(piece))
+            elif piece:
+                ids += self._encode(re.sub(veil, lambda _: next(veiled), piece))
+        return ids
+
     def encode_action(self, text: str, end_of_turn: bool = False) -> list[int]:
         """Ids of an action written by someone else (a demonstration), as a policy would sample it.
 
-        `end_of_turn` adds the end-of-sequence token: how a turn without a closing tag ends.
+        No special token is recognised in it. `end_of_turn` adds the end-of-sequence token: how a
+        turn without a closing tag ends.
         """
         eos = self._tokenizer.eos_token_id
         return self._encode(text) + ([eos] if end_of_turn and eos is not None else [])
@@ -142,6 +200,10 @@ class SearchProtocol:
         cap = _fair_cap([len(d) for d in docs], room)
         body = [token for doc in docs for token in doc[:cap]]
         return [*self._open, *body[:room], *self._close]
+
+    def information(self, text: str) -> list[int]:
+        """An observation written by someone else: `<information>` around a text, of any length."""
+        return [*self._open, *self._encode(text), *self._close]
 
 
 def _fair_cap(lengths: Sequence[int], room: int) -> int:

@@ -22,14 +22,17 @@ TurnKind = Literal["search", "answer", "invalid"]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One action of the policy and what came back, as half-open token ranges of the trajectory."""
+    """One action of the policy and what came back, as half-open token ranges of the trajectory.
+
+    passages: titles of those that the observation showed.
+    """
 
     kind: TurnKind
     start: int
     sampled_end: int
     observed_end: int
     query: str | None = None
-    passages: tuple[int, ...] = ()
+    passages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,10 @@ class Trajectory:
     loss_mask: bool, True exactly where the policy sampled the token.
     logprobs: float32, the sampler's log-probability at the sampling temperature; 0 where masked.
     versions: int32, the policy version that sampled the token; -1 where masked.
+    exact_match, f1: HotpotQA's, of the answer the policy wrote. search_r1: exact match as
+    Search-R1 counts it (`tasks.evaluation.scoring.search_r1_answer`).
+    gold_titles, gold_found: titles of the question's supporting facts, and those of them that an
+        observation showed.
     """
 
     ids: np.ndarray
@@ -53,6 +60,14 @@ class Trajectory:
     exact_match: bool
     f1: float
     reward: float
+    search_r1: bool = False
+    gold_titles: tuple[str, ...] = ()
+    gold_found: tuple[str, ...] = ()
+
+    @property
+    def gold_recall(self) -> float | None:
+        """Share of the gold titles that were found; None for a question without any."""
+        return len(self.gold_found) / len(self.gold_titles) if self.gold_titles else None
 
     @property
     def sampled_tokens(self) -> int:
@@ -65,6 +80,39 @@ class Trajectory:
     @property
     def invalid_actions(self) -> int:
         return sum(turn.kind == "invalid" for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptTurn:
+    """One action and what came back, as text; `observed` is empty after the last turn."""
+
+    kind: TurnKind
+    sampled: str
+    observed: str
+    query: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """A trajectory as text, taken apart by who wrote it: what a reward function reads.
+
+    answer: what the policy answered; None where it did not. tokens: of the whole trajectory.
+    exact_match, f1: of the answer, by HotpotQA's definitions.
+    """
+
+    prompt: str
+    turns: tuple[TranscriptTurn, ...]
+    end: End
+    answer: str | None
+    exact_match: bool
+    f1: float
+    tokens: int
+    sampled_tokens: int
+
+    @property
+    def text(self) -> str:
+        """All of it in order, prompt first."""
+        return self.prompt + "".join(turn.sampled + turn.observed for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +146,8 @@ class TrajectorySummary(_QuickPickle):
     end: End
     searches: int
     invalid_actions: int
+    search_r1: bool = False
+    gold_recall: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +173,8 @@ def summarise(trajectory: Trajectory) -> TrajectorySummary:
         end=trajectory.end,
         searches=trajectory.searches,
         invalid_actions=trajectory.invalid_actions,
+        search_r1=trajectory.search_r1,
+        gold_recall=trajectory.gold_recall,
     )
 
 
@@ -194,4 +246,6 @@ def _check_shapes(arrays: dict[str, np.ndarray]) -> None:
 
 def _trajectory(arrays: dict[str, np.ndarray], rest: dict) -> Trajectory:
     turns = tuple(Turn(**{**t, "passages": tuple(t["passages"])}) for t in rest.pop("turns"))
+    for name in ("gold_titles", "gold_found"):
+        rest[name] = tuple(rest[name])
     return Trajectory(**arrays, turns=turns, **rest)

@@ -7,9 +7,11 @@ mapped and the base anchor on disk. `Loads` counts what really was loaded, so th
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,21 +20,29 @@ from typing import Any, Protocol
 from distributed import Worker
 
 from tasks.config import TrainConfig
-from tasks.errors import KindlingError, RunClosed
-from tasks.retrieval.stored import fetch_index
-from tasks.rollout.agent import AgentLoop, Retriever, Unit
+from tasks.errors import RewardError, RunClosed
+from tasks.retrieval.opening import open_retriever
+from tasks.retrieval.retriever import Retriever
+from tasks.rollout.agent import AgentLoop, Failed, Sampled, Unit
 from tasks.rollout.batches import summary_to_wire, unit_from_wire
 from tasks.rollout.board import WorkerQueue
 from tasks.rollout.engine import Engine, VllmEngine
 from tasks.rollout.protocol import SearchProtocol
-from tasks.rollout.trajectory import Group, GroupSummary, group_to_bytes, summarise
+from tasks.rollout.queue import Wire
+from tasks.rollout.reward import is_own_function
+from tasks.rollout.reward_process import RewardProcess
+from tasks.rollout.trajectory import GroupSummary, group_to_bytes, summarise
 from tasks.store import ObjectStore, StoreLocation
 from tasks.training.policy import load_tokenizer, resolve_model_dir
 from tasks.warm import this_worker, warm
 from tasks.weights.transfer import Applied, EngineWeights
 
+logger = logging.getLogger(__name__)
+
 ASK_AGAIN_S = 0.2
 """A busy worker that found the queue empty asks again after this long, not at every engine step."""
+ALIVE_S = 4.0
+"""Seconds between two signs of life: several in `queue.WORKER_SILENT_S`."""
 STILL_OPEN_S = 1.0
 """A full one asks this rarely."""
 
@@ -42,13 +52,14 @@ class RolloutSpec:
     """What a worker is told of a run; small, and without credentials.
 
     weights_run: whose versions the units name; another than `run` in an evaluation by itself.
+    index_key: of the index to search; None where config.retrieval.url does.
     """
 
     run: str
     weights_run: str
     config: TrainConfig
     store: StoreLocation
-    index_key: str
+    index_key: str | None
     cache_dir: str
 
 
@@ -79,7 +90,8 @@ class Warm:
     engine_key: str = ""
     engine: Engine | None = None
     weights: Weights | None = None
-    indexes: dict[str, Retriever] = field(default_factory=dict)
+    retriever_key: str = ""
+    retriever: Retriever | None = None
 
     def serve(self, spec: RolloutSpec) -> tuple[AgentLoop, Weights]:
         """The agent loop for a run, over an engine that is started only where none fits."""
@@ -94,22 +106,39 @@ class Warm:
             self.weights = EngineWeights(engine.llm, spec.store, anchors)
             self.engine_key = key
             self.loads.engines += 1
-        if spec.index_key not in self.indexes:
-            folder = Path(spec.cache_dir) / "indexes"
-            index = fetch_index(ObjectStore(spec.store), spec.index_key, folder)
-            self.indexes = {spec.index_key: index}
-            self.loads.indexes += 1
         tokenizer: Any = load_tokenizer(model_dir, config.model.chat)
         protocol = SearchProtocol(tokenizer, config.model, config.rollout)
         loop = AgentLoop(
             self.engine,
             protocol,
-            self.indexes[spec.index_key],
+            self._searched_with(spec),
             config.rollout,
             config.model.context,
             config.retrieval.top_k,
         )
         return loop, self.weights
+
+    def close(self) -> None:
+        """Gives engine and retriever up; the next run would start them anew."""
+        if self.retriever is not None:
+            self.retriever.close()
+        if isinstance(self.engine, VllmEngine):
+            self.engine.close()
+        self.engine, self.weights, self.engine_key = None, None, ""
+        self.retriever, self.retriever_key = None, ""
+
+    def _searched_with(self, spec: RolloutSpec) -> Retriever:
+        key = spec.index_key or spec.config.retrieval.model_dump_json()
+        if self.retriever is None or key != self.retriever_key:
+            if self.retriever is not None:
+                self.retriever.close()
+            self.retriever, self.retriever_key = None, ""
+            store, cache = ObjectStore(spec.store), Path(spec.cache_dir)
+            retrieval = spec.config.retrieval
+            self.retriever = open_retriever(retrieval, store, spec.index_key, cache)
+            self.retriever_key = key
+            self.loads.indexes += spec.index_key is not None
+        return self.retriever
 
 
 def _engine_key(model_dir: Path, spec: RolloutSpec) -> str:
@@ -138,7 +167,7 @@ def serve_run(spec: RolloutSpec) -> None:
     try:
         # One engine, one run: a second run on this worker waits here, as long as it is open.
         while not engine_free.acquire(timeout=STILL_OPEN_S):
-            queue.pull(0, wait=False)
+            queue.alive()
     except RunClosed:
         return
     try:
@@ -156,6 +185,7 @@ def _serve_here(spec: RolloutSpec, worker: Worker, queue: WorkerQueue) -> None:
     resident = Resident(worker, queue, agent, weights, ObjectStore(spec.store), spec)
     try:
         resident.run()
+        state.close()  # retired: the process ends next
     except RunClosed:
         return
     finally:
@@ -164,7 +194,11 @@ def _serve_here(spec: RolloutSpec, worker: Worker, queue: WorkerQueue) -> None:
 
 
 class Resident:
-    """The loop: pull while there is room, bring the engine to the version, step, hand groups in."""
+    """The loop: pull while there is room, bring the engine to the version, step, hand groups in.
+
+    Raises:
+        RewardError: the run's reward function cannot be used on this worker.
+    """
 
     def __init__(
         self,
@@ -182,25 +216,59 @@ class Resident:
         self._store = store
         self._spec = spec
         self._waiting: list[Unit] = []
-        self._began: dict[str, tuple[Unit, float]] = {}
+        self._began: dict[str, float] = {}
         self._handing_in: list[Future[Any]] = []
-        self._stored: SimpleQueue[GroupSummary] = SimpleQueue()
+        self._results: SimpleQueue[Wire] = SimpleQueue()
         self._ask_again = 0.0
+        self._retired = False
+        rollout = spec.config.rollout
+        self._reward = (
+            RewardProcess(rollout.reward, rollout.reward_timeout_s)
+            if is_own_function(rollout.reward)
+            else None
+        )
         # Storing and reporting groups overlaps with the engine's next steps.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="hand-in")
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="report")
 
     def run(self) -> None:
-        """Until RunClosed."""
-        while True:
-            self._pull()
-            self._start()
-            if self._agent.active:
-                for group in self._agent.step():
-                    self._handing_in.append(self._pool.submit(self._hand_in, group))
-            self._check_handed_in()
+        """Until this worker is retired.
+
+        Raises:
+            RunClosed: the run is over.
+        """
+        over = threading.Event()
+        alive = threading.Thread(target=self._keep_alive, args=(over,), daemon=True)
+        alive.start()
+        try:
+            while not self._retired:
+                self._turn()
+        finally:
+            over.set()
+            alive.join()
+
+    def _turn(self) -> None:
+        self._pull()
+        self._start()
+        if self._agent.active:
+            for outcome in self._agent.step():
+                if isinstance(outcome, Failed):
+                    self._fail(outcome.unit, outcome.error)
+                else:
+                    began = self._began.pop(outcome.unit.unit_id)
+                    self._handing_in.append(self._pool.submit(self._hand_in, outcome, began))
+        self._check_handed_in()
+
+    def _keep_alive(self, over: threading.Event) -> None:
+        """Calls the queue every few seconds, however long an engine step or the application of a
+        version takes: without a call this worker's units go to others."""
+        with suppress(RunClosed, OSError):  # the loop itself finds that out and says so
+            while not over.wait(ALIVE_S):
+                self._queue.alive()
 
     def close(self) -> None:
+        if self._reward is not None:
+            self._reward.close()  # first: a thread may wait for it
         for pool in (self._pool, self._reporter):
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -215,9 +283,13 @@ class Resident:
         room = (rollout.max_sequences - self._agent.active) // rollout.group_size
         idle = self._agent.active == 0
         if idle or time.perf_counter() > self._ask_again:
-            units = self._queue.pull(max(room, 1 if idle else 0), wait=idle)
-            self._waiting = [unit_from_wire(unit) for unit in units]
-            if not units:
+            pulled = self._queue.pull(max(room, 1 if idle else 0), wait=idle)
+            self._waiting = [unit_from_wire(unit) for unit in pulled.units]
+            self._retired = pulled.retired
+            self._agent.cancel(pulled.cancel)
+            for unit_id in pulled.cancel:
+                self._began.pop(unit_id, None)
+            if not pulled.units:
                 pause = ASK_AGAIN_S if room > 0 else STILL_OPEN_S
                 self._ask_again = time.perf_counter() + pause
 
@@ -230,11 +302,18 @@ class Resident:
                     return
                 self._bring_to(unit.version)
             self._waiting.pop(0)
-            self._began[unit.unit_id] = (unit, time.perf_counter())
+            self._began[unit.unit_id] = time.perf_counter()
             try:
                 self._agent.submit(unit)
-            except KindlingError as error:
-                self._queue.fail(unit.unit_id, f"{self._worker.address}: {error}")
+            except Exception as error:  # noqa: BLE001 (whatever it is, it costs this unit alone)
+                self._fail(unit, error)
+
+    def _fail(self, unit: Unit, error: Exception) -> None:
+        """Gives a unit back as failed: it is tried again, some times."""
+        del self._began[unit.unit_id]
+        logger.error("unit %s failed", unit.unit_id, exc_info=error)
+        message = f"{self._worker.address}: {type(error).__name__}: {error}"
+        self._queue.fail(unit.unit_id, message)
 
     def _bring_to(self, version: int) -> None:
         anchors = self._weights.anchor_loads
@@ -251,10 +330,22 @@ class Resident:
             }
         )
 
-    def _hand_in(self, group: Group) -> Future[None]:
-        """Stores a group, then has it reported: what the queue knows of can be read."""
-        unit, began = self._began.pop(group.unit_id)
-        key = f"runs/{self._spec.run}/groups/{group.unit_id}.safetensors"
+    def _hand_in(self, sampled: Sampled, began_at: float) -> Future[None]:
+        """Stores a group, then has it reported: what the queue knows of can be read.
+
+        A group whose reward failed is reported as dropped and not tried again: the same seeds
+        would give the same trajectories.
+        """
+        unit, group = sampled.unit, sampled.group
+        if self._reward is not None:
+            try:
+                group = self._reward.judge(sampled, self._spec.config.rollout.format_bonus)
+            except RewardError as error:
+                self._results.put({"unit_id": unit.unit_id, "dropped": str(error)})
+                return self._reporter.submit(self._report)
+        # The attempt's own key: a second one of the same unit must not write over what the queue
+        # has accepted of the first.
+        key = f"runs/{self._spec.run}/groups/{group.unit_id}-{unit.attempt}.safetensors"
         self._store.put(key, group_to_bytes(group))
         summary = GroupSummary(
             unit_id=group.unit_id,
@@ -262,17 +353,17 @@ class Resident:
             key=key,
             worker=self._worker.address,
             version=unit.version,
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - began_at,
             trajectories=tuple(summarise(t) for t in group.trajectories),
         )
-        self._stored.put(summary)
+        self._results.put(summary_to_wire(summary))
         return self._reporter.submit(self._report)
 
     def _report(self) -> None:
-        """Reports all groups stored by now in one call: what gathers while the last one runs."""
-        stored = [self._stored.get() for _ in range(self._stored.qsize())]
-        if stored:
-            self._queue.complete([summary_to_wire(summary) for summary in stored])
+        """Reports all results by now in one call: what gathers while the last one runs."""
+        results = [self._results.get() for _ in range(self._results.qsize())]
+        if results:
+            self._queue.complete(results)
 
     def _check_handed_in(self) -> None:
         """Raises what went wrong while storing or reporting."""

@@ -12,12 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from tasks.errors import ConfigError, IntegrityError, NotFiniteError
-from tasks.rollout.trajectory import GroupSummary, Trajectory
+from tasks.errors import ConfigError
+from tasks.rollout.trajectory import GroupSummary
 
 # Whole groups go to one rank (which then reads few objects) unless that leaves the fullest rank
 # this much above the mean: the others would wait for it at every collective.
@@ -156,54 +152,6 @@ def micro_batches(
             width = tokens
         micros[-1].append(item)
     return [tuple(micro) for micro in micros]
-
-
-def collate(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """Pad trajectories on the right to the longest of them.
-
-    Returns:
-        ids int64 (0 in the padding), loss_mask bool (False there), logprobs float32 (0 there), all
-        [B, T] on the CPU. No trajectories at all give B = 1, T = 2 and an empty mask: something an
-        idle rank can run a forward pass on.
-    """
-    rows = max(1, len(trajectories))
-    width = max([2, *(len(t.ids) for t in trajectories)])
-    ids_BT = np.zeros((rows, width), np.int64)
-    mask_BT = np.zeros((rows, width), np.bool_)
-    logprobs_BT = np.zeros((rows, width), np.float32)
-    for row, trajectory in enumerate(trajectories):
-        end = len(trajectory.ids)
-        ids_BT[row, :end] = trajectory.ids
-        mask_BT[row, :end] = trajectory.loss_mask
-        logprobs_BT[row, :end] = trajectory.logprobs
-    return {
-        "ids": torch.from_numpy(ids_BT),
-        "loss_mask": torch.from_numpy(mask_BT),
-        "logprobs": torch.from_numpy(logprobs_BT),
-    }
-
-
-def check_trajectory(trajectory: Trajectory, vocabulary: int, where: str) -> None:
-    """Refuse what would index out of the embeddings or poison a gradient.
-
-    Raises:
-        IntegrityError: arrays of unequal lengths, a sampled first token, an unknown token id.
-        NotFiniteError: a sampled token's log-probability is NaN or infinite.
-    """
-    ids, mask, logprobs = trajectory.ids, trajectory.loss_mask, trajectory.logprobs
-    if not len(ids) == len(mask) == len(logprobs) or len(ids) == 0:
-        raise IntegrityError(
-            f"{where}: {len(ids)} ids, {len(mask)} mask entries and {len(logprobs)} "
-            "log-probabilities; expected as many of each, at least one"
-        )
-    if mask[0]:
-        raise IntegrityError(f"{where}: its first token is sampled, from no prompt at all")
-    if ids.min() < 0 or ids.max() >= vocabulary:
-        raise IntegrityError(
-            f"{where}: token ids {ids.min()}..{ids.max()}, the policy has 0..{vocabulary - 1}"
-        )
-    if not np.isfinite(logprobs[mask]).all():
-        raise NotFiniteError(f"{where}: the sampler's log-probabilities are not finite")
 
 
 def _permutation(count: int, seed: int, step: int) -> list[int]:

@@ -18,10 +18,11 @@ from tasks.config import TrainConfig, WarmStartConfig
 from tasks.data import miniature
 from tasks.data.questions import Passage, Question, from_row, pool
 from tasks.retrieval.bm25 import build
-from tasks.rollout.agent import Retriever
+from tasks.retrieval.retriever import Bm25Retriever, Retriever
 from tasks.rollout.protocol import SearchProtocol
 
 FAULTS = ("guess", "early", "astray", "vague", "untagged")
+_SEARCHES = {"early": 1, "astray": 2, "vague": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,70 +34,93 @@ class Demonstration:
 
 
 class Demonstrator:
-    """Plays questions against the real retriever, in the policy's own tokens."""
+    """Plays questions against the real retriever, in the policy's own tokens.
 
-    def __init__(
-        self, protocol: SearchProtocol, retriever: Retriever, top_k: int, context: int
-    ) -> None:
+    What a run would not let a policy do is not shown: a demonstration is None where it outgrows
+    the context or searches too often, and of a question without supporting facts.
+    """
+
+    def __init__(self, protocol: SearchProtocol, retriever: Retriever, config: TrainConfig) -> None:
         self._protocol = protocol
         self._retriever = retriever
-        self._top_k = top_k
-        self._context = context
+        self._top_k = config.retrieval.top_k
+        self._context = config.model.context
+        self._max_searches = config.rollout.max_search_turns
 
     def good(self, question: Question) -> Demonstration | None:
-        """Searches every gold title, then answers; None where that outgrows the context."""
-        play = _Play(self._protocol, question)
-        for title in dict.fromkeys(question.gold_titles):
+        """Searches every gold title, then answers."""
+        if not 0 < len(question.gold_titles) <= self._max_searches:
+            return None
+        play = Play(self._protocol, question.question)
+        for title in question.gold_titles:
             play.act(f"<search> {title}</search>")
             play.observe(self._protocol.observation(self._search(title)))
         play.act(f"<answer> {question.answers[0]}</answer>")
         return play.done(self._context)
 
     def bad(self, question: Question, rng: random.Random) -> Demonstration | None:
-        """One fault, then a wrong title for an answer; None where it outgrows the context."""
+        """One fault, then a wrong title for an answer."""
         fault = rng.choice(FAULTS)
-        play = _Play(self._protocol, question)
+        if not question.gold_titles or _SEARCHES.get(fault, 0) > self._max_searches:
+            return None
+        play = Play(self._protocol, question.question)
         seen: Sequence[Passage] = question.context
         if fault == "untagged":
             play.act(f" {question.gold_titles[0]}", end_of_turn=True)
             play.observe(self._protocol.corrective)
         if fault in ("early", "astray"):
-            seen = self._search(question.gold_titles[0])
+            found = self._search(question.gold_titles[0])
             play.act(f"<search> {question.gold_titles[0]}</search>")
-            play.observe(self._protocol.observation(seen))
+            play.observe(self._protocol.observation(found))
+            seen = found or seen
         if fault in ("astray", "vague"):
             query = rng.choice(seen).title if fault == "astray" else _one_word(question, rng)
             play.act(f"<search> {query}</search>")
-            seen = self._search(query) or seen
-            play.observe(self._protocol.observation(seen))
+            found = self._search(query)
+            play.observe(self._protocol.observation(found))
+            seen = found or seen
         play.act(f"<answer> {rng.choice(seen).title}</answer>")
         return play.done(self._context)
 
     def _search(self, query: str) -> list[Passage]:
-        hits = self._retriever.search([query], self._top_k)[0]
-        return [self._retriever.passage(hit.passage_id) for hit in hits]
+        (found,) = self._retriever.search([query], self._top_k).result()
+        return [one.passage for one in found]
 
 
 def _one_word(question: Question, rng: random.Random) -> str:
-    return rng.choice(question.gold_titles[0].split())
+    title = question.gold_titles[0]
+    return rng.choice(title.split() or [title])
 
 
-class _Play:
-    def __init__(self, protocol: SearchProtocol, question: Question) -> None:
+class Play:
+    """A trajectory as it is demonstrated, turn by turn; `act` and `observe` return their lengths.
+
+    Raises:
+        PolicyError: the prompt is longer than rollout.max_prompt_tokens.
+    """
+
+    def __init__(self, protocol: SearchProtocol, question: str) -> None:
         self._protocol = protocol
-        self._ids = list(protocol.prompt(question.question))
+        self._ids = list(protocol.prompt(question))
         self._mask = [False] * len(self._ids)
 
-    def act(self, text: str, end_of_turn: bool = False) -> None:
+    @property
+    def size(self) -> int:
+        return len(self._ids)
+
+    def act(self, text: str, end_of_turn: bool = False) -> int:
         ids = self._protocol.encode_action(text, end_of_turn)
         self._ids.extend(ids)
         self._mask.extend([True] * len(ids))
+        return len(ids)
 
-    def observe(self, ids: Sequence[int]) -> None:
+    def observe(self, ids: Sequence[int]) -> int:
         self._ids.extend(ids)
         self._mask.extend([False] * len(ids))
+        return len(ids)
 
     def done(self, context: int) -> Demonstration | None:
+        """None where it is longer than that."""
         if len(self._ids) > context:
             return None
         return Demonstration(np.array(self._ids, np.int32), np.array(self._mask, bool))
@@ -126,13 +150,13 @@ def miniature_worlds(config: TrainConfig, count: int) -> Iterator[Corpus]:
         questions = [from_row(row, i) for i, row in enumerate(rows)]
         index = build(pool(questions), config.retrieval.k1, config.retrieval.b)
         random.Random(f"{config.seed}-{number}").shuffle(questions)
-        yield Corpus(questions, index)
+        yield Corpus(questions, Bm25Retriever(index))
 
 
 def demonstrations(
     protocol: SearchProtocol, config: TrainConfig, settings: WarmStartConfig, given: Corpus
 ) -> list[Demonstration]:
-    """The demonstrations asked for, less those that outgrow the context, in the order of use.
+    """The demonstrations asked for, less those that a run would not allow, in the order of use.
 
     Questions of a corpus are taken in turn, again from the first where there are too few.
 
@@ -144,9 +168,7 @@ def demonstrations(
     each = -(-settings.demonstrations // max(1, settings.worlds))
     made: list[Demonstration | None] = []
     for corpus in corpora:
-        play = Demonstrator(
-            protocol, corpus.retriever, config.retrieval.top_k, config.model.context
-        )
+        play = Demonstrator(protocol, corpus.retriever, config)
         for number in range(min(each, settings.demonstrations - len(made))):
             question = corpus.questions[number % len(corpus.questions)]
             good = len(made) < settings.good_first or rng.random() < settings.good_share

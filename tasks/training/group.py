@@ -137,6 +137,22 @@ def gang_failures(where: str) -> Iterator[None]:
         raise GangError(f"{where}: a peer is gone: {error}") from error
 
 
+def check_place(rank: int, world: int) -> None:
+    """Refuse to work in another process group, or in another place of it, than one was built for.
+
+    Raises:
+        GangError: names both places.
+    """
+    if not dist.is_initialized():
+        raise GangError(f"trainer rank {rank} has no process group; join the gang first")
+    actual = (dist.get_rank(), dist.get_world_size())
+    if actual != (rank, world):
+        raise GangError(
+            f"trainer rank {rank} of {world} is rank {actual[0]} of {actual[1]} in the process "
+            "group: it joined another epoch than it was built for"
+        )
+
+
 def check_address(rank: int, expected: str, actual: str) -> None:
     """Refuse to run a rank on another worker than the one the gang was formed with.
 

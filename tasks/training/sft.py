@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,21 @@ from transformers import PreTrainedModel
 from tasks.errors import NotFiniteError
 from tasks.training.grpo import token_mean
 from tasks.training.policy import token_logprobs
+
+
+class Progress(Protocol):
+    """Where a training's state is kept; `tasks.training.progress.StoredProgress` is one."""
+
+    def restore(
+        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    ) -> list[dict[str, float]]: ...
+
+    def save_if_due(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        history: list[dict[str, float]],
+    ) -> None: ...
 
 
 def learning_rate_at(step: int, peak: float, warmup: int) -> float:
@@ -77,18 +92,22 @@ def train_sft(
     max_grad_norm: float = 1.0,
     schedule: Callable[[int], float] | None = None,
     on_step: Callable[[int, dict[str, float]], Any] | None = None,
+    progress: Progress | None = None,
 ) -> list[dict[str, float]]:
     """Train a model in place over batches, each taken once, one optimizer step a batch.
 
     Args:
         model: the policy, float32.
-        batches: (ids_BT int64, loss_mask_BT bool), as `sft_step` takes them.
+        batches: (ids_BT int64, loss_mask_BT bool), as `sft_step` takes them; always the same ones
+            where there is progress to go on from.
         learning_rate: AdamW peak; warmed up linearly over `warmup` steps, constant after.
         schedule: step (0-based) to learning rate, in place of that.
-        on_step: called after each step with (step, metrics).
+        on_step: called after each step with (step, metrics); what it raises ends the training.
+        progress: keeps the state after a step, and has that of an earlier, interrupted call.
 
     Returns:
-        Metrics of every step: those of `sft_step`, learning_rate and seconds.
+        Metrics of every step: those of `sft_step`, learning_rate and seconds. The same bits with
+        and without an interruption, on one machine with one number of threads.
 
     Raises:
         NotFiniteError: names the step; the model is as it was before that step.
@@ -96,18 +115,23 @@ def train_sft(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay
     )
-    history = []
+    history = progress.restore(model, optimizer) if progress is not None else []
     for step, (ids_BT, loss_mask_BT) in enumerate(batches):
+        if step < len(history):
+            continue
         began = time.perf_counter()
         rate = schedule(step) if schedule else learning_rate_at(step, learning_rate, warmup)
         for group in optimizer.param_groups:
             group["lr"] = rate
         try:
+            ids_BT, loss_mask_BT = ids_BT.to(model.device), loss_mask_BT.to(model.device)
             metrics = sft_step(model, optimizer, ids_BT, loss_mask_BT, max_grad_norm)
         except NotFiniteError as error:
             raise NotFiniteError(f"step {step}: {error}") from None
         metrics |= {"learning_rate": rate, "seconds": time.perf_counter() - began}
         history.append(metrics)
+        if progress is not None:
+            progress.save_if_due(model, optimizer, history)
         if on_step is not None:
             on_step(step, metrics)
     return history

@@ -1,10 +1,20 @@
-"""Warm-started policies in the store: made once for the same settings, then found."""
+"""Warm-started policies in the store: made once for the same settings, then found.
+
+policies/KEY/                     a Hugging Face checkpoint and provenance.json
+policies/KEY.done                 the provenance again, written last: the policy is whole
+policies/KEY.trajectories.jsonl   the file it was made of, if it was
+runs/warm-start-KEY/checkpoints/  where an interrupted one goes on
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +23,22 @@ import torch
 from tasks.cluster import TRAINER, Attached, submit_to, workers_with
 from tasks.config import TrainConfig
 from tasks.data.questions import Question
-from tasks.errors import ClusterError
+from tasks.errors import ClusterError, RunClosed
 from tasks.inputs import Inputs, ensure_index
-from tasks.retrieval.stored import fetch_index
+from tasks.retrieval.opening import open_retriever
 from tasks.store import ObjectStore, StoreLocation
-from tasks.training.demonstrations import Corpus, chosen_questions
+from tasks.training import provenance
+from tasks.training.demonstrations import Corpus, Demonstration, chosen_questions
 from tasks.training.policy import load_policy, load_tokenizer, resolve_model_dir
-from tasks.training.warm_start import PROVENANCE, policy_key, save_policy, settings_of, warm_start
+from tasks.training.progress import StoredProgress
+from tasks.training.warm_start import (
+    PROVENANCE,
+    demonstrations_of,
+    policy_key,
+    save_policy,
+    settings_of,
+    warm_start,
+)
 from tasks.warm import this_worker
 from tasks.weights.final import put_folder
 
@@ -30,27 +49,39 @@ REPORT_EVERY = 4
 def policy_prefix(inputs: Inputs) -> str:
     """Where in the store the policy of these inputs is, or will be."""
     config = inputs.config
-    return f"policies/{policy_key(config, config.model.path, inputs.index_key)}/"
+    searched = inputs.index_key or config.retrieval.url or ""
+    return f"policies/{policy_key(config, config.model.path, searched, inputs.trajectories)}/"
 
 
 def is_made(store: ObjectStore, prefix: str) -> bool:
     """Whether the policy is there, whole: its completion mark is written last."""
-    return store.exists(prefix.rstrip("/") + ".done")
+    return store.exists(_beside(prefix, "done"))
+
+
+def provenance_of(store: ObjectStore, prefix: str) -> dict[str, Any]:
+    """Where a policy that is made comes from."""
+    return json.loads(store.get(_beside(prefix, "done")))
 
 
 def make_policy(cluster: Attached, inputs: Inputs, prefix: str) -> None:
-    """Fine-tunes the policy on a trainer worker and stores it.
+    """Fine-tunes the policy on a trainer worker and stores it; goes on where that was interrupted.
 
     Raises:
         ClusterError: there is no trainer worker.
+        ConfigError, NotFiniteError, RetrieverError: as `demonstrations_of` and `warm_start`.
     """
-    ensure_index(inputs, ObjectStore(cluster.store))
+    store = ObjectStore(cluster.store)
+    ensure_index(inputs, store)
     workers = workers_with(cluster.client, TRAINER)
     if not workers:
         raise ClusterError("no trainer worker to warm-start on; start one with TRAINER=1")
-    config = inputs.config
-    chosen = chosen_questions(inputs.train, settings_of(config), config.seed)
-    arguments = (config, cluster.store, chosen, inputs.index_key, str(cluster.cache_dir), prefix)
+    questions: list[Question] = []
+    if inputs.trajectories:
+        store.put(_beside(prefix, "trajectories.jsonl"), inputs.trajectories)
+    else:
+        settings = settings_of(inputs.config)
+        questions = chosen_questions(inputs.train, settings, inputs.config.seed)
+    order = Order(inputs.config, questions, inputs.index_key, str(cluster.cache_dir), prefix)
 
     def show(event: tuple[Any, dict[str, Any]]) -> None:
         said = event[1]
@@ -59,37 +90,109 @@ def make_policy(cluster: Attached, inputs: Inputs, prefix: str) -> None:
 
     cluster.client.subscribe_topic(TOPIC, show)
     try:
-        key = f"warm-start-{prefix}"
-        submit_to(cluster.client, workers[0], key, _make_here, *arguments).result()
+        # A key of this flow's own: the work of one that was cancelled may just be stopping.
+        key = f"warm-start-{prefix}{secrets.token_hex(4)}"
+        submit_to(cluster.client, workers[0], key, _make_here, order, cluster.store).result()
     finally:
         cluster.client.unsubscribe_topic(TOPIC)
 
 
-def _make_here(
-    config: TrainConfig,
-    location: StoreLocation,
-    questions: Sequence[Question],
-    index_key: str,
-    cache_dir: str,
-    prefix: str,
-) -> None:
-    """The work, on the worker. The others are idle meanwhile, so it takes the whole machine."""
-    worker, store, cache = this_worker(), ObjectStore(location), Path(cache_dir)
+@dataclass(frozen=True)
+class Order:
+    """What a worker is told of a policy to make.
+
+    questions: to build demonstrations from; none where a file of trajectories is in the store.
+    index_key: as `open_retriever` takes it.
+    """
+
+    config: TrainConfig
+    questions: Sequence[Question]
+    index_key: str | None
+    cache_dir: str
+    prefix: str
+
+
+def _make_here(order: Order, location: StoreLocation) -> None:
+    worker, store = this_worker(), ObjectStore(location)
+    task = worker.state.tasks[worker.get_current_task()]
 
     def report(step: int, steps: int, loss: float) -> None:
+        # Dask cannot stop a thread; where the flow has gone, it says so in the task's state.
+        if task.state == "cancelled":
+            raise RunClosed("the flow that asked for this warm start has gone")
         if step % REPORT_EVERY == 0 or step + 1 == steps:
             worker.log_event(TOPIC, {"step": step, "steps": steps, "loss": loss})
 
+    make(order, store, StoredProgress(store, progress_name(order.prefix)), report)
+
+
+def progress_name(prefix: str) -> str:
+    """Under what name a policy's progress is kept, see `StoredProgress`."""
+    return f"warm-start-{prefix.strip('/').rsplit('/', 1)[-1]}"
+
+
+def make(
+    order: Order,
+    store: ObjectStore,
+    progress: StoredProgress,
+    report: Callable[[int, int, float], None],
+) -> None:
+    """Makes the policy and stores it.
+
+    Args:
+        report: called with (step, steps, loss); what it raises ends the work, which the next call
+            takes up from the last state saved.
+    """
+    config = order.config
+    folder = resolve_model_dir(config.model.path, Path(order.cache_dir) / "models")
+    tokenizer: Any = load_tokenizer(folder, config.model.chat)
+    made = _demonstrations(order, store, tokenizer)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_policy(folder).to(device)  # type: ignore[arg-type]
+    with _all_threads():
+        came = warm_start(config, model, made, len(tokenizer), report, progress)
+    came |= _origin(order, folder, made)
+    with tempfile.TemporaryDirectory(prefix="kindling-policy-") as scratch:
+        save_policy(model, tokenizer, came, Path(scratch))
+        put_folder(store, Path(scratch), order.prefix)
+        store.put(_beside(order.prefix, "done"), (Path(scratch) / PROVENANCE).read_bytes())
+    progress.forget()
+
+
+def _demonstrations(order: Order, store: ObjectStore, tokenizer: Any) -> list[Demonstration]:
+    if not order.questions:
+        file = store.get(_beside(order.prefix, "trajectories.jsonl"))
+        return demonstrations_of(order.config, tokenizer, file)
+    cache = Path(order.cache_dir)
+    retriever = open_retriever(order.config.retrieval, store, order.index_key, cache)
+    with closing(retriever):
+        return demonstrations_of(order.config, tokenizer, Corpus(order.questions, retriever))
+
+
+def _origin(order: Order, folder: Path, made: Sequence[Demonstration]) -> dict[str, Any]:
+    return {
+        "base": order.config.model.path,
+        "config": order.config.model_dump(mode="json"),
+        "digests": {
+            "base": provenance.digest_of_model(folder),
+            "demonstrations": provenance.digest_of_demonstrations(made),
+            "index": order.index_key,
+        },
+        "versions": provenance.versions(),
+        "commit": provenance.commit(),
+    }
+
+
+@contextmanager
+def _all_threads() -> Iterator[None]:
+    """The workers beside this one are idle meanwhile, so it may have the whole machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or threads)
     try:
-        folder = resolve_model_dir(config.model.path, cache / "models")
-        model, tokenizer = load_policy(folder), load_tokenizer(folder, config.model.chat)
-        index = fetch_index(store, index_key, cache / "indexes")
-        provenance = warm_start(config, model, tokenizer, Corpus(questions, index), report)
+        yield
     finally:
         torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory(prefix="kindling-policy-") as scratch:
-        save_policy(model, tokenizer, provenance, Path(scratch))
-        put_folder(store, Path(scratch), prefix)
-        store.put(prefix.rstrip("/") + ".done", (Path(scratch) / PROVENANCE).read_bytes())
+
+
+def _beside(prefix: str, ending: str) -> str:
+    return f"{prefix.rstrip('/')}.{ending}"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from distributed import Client, as_completed
 
 from tasks.cluster import TRAINER, submit_to, workers_with
-from tasks.errors import GangError
+from tasks.errors import GangError, MismatchError
 from tasks.rollout.trajectory import GroupSummary
 from tasks.store import ObjectStore
 from tasks.training import checkpoint, member
@@ -78,7 +78,8 @@ class Trainers:
         """Runs a stage on every rank; the first failure ends the wait for all.
 
         The other ranks of a failed collective give up by themselves (their peer's connection is
-        gone, or they were told); their errors would only hide the first.
+        gone, or they were told); their errors would only hide the first. A mismatch alone breaks
+        nothing: all ranks raise it alike, and stand where they stood.
         """
         if self._gang.state == "broken":
             raise GangError(f"the gang is broken: {self._gang.reason}; resume the run")
@@ -87,8 +88,12 @@ class Trainers:
             submit_to(self._client, address, f"{key}-{rank}", function, *arguments(rank)): rank
             for rank, address in enumerate(self._gang.members)
         }
-        for future in as_completed(futures, loop=self._client.loop):
+        done = as_completed(futures, loop=self._client.loop)
+        for future in done:
             if future.status != "finished":
+                if isinstance(future.exception(), MismatchError):
+                    list(done)  # until the last rank has raised it
+                    future.result()
                 failed = RankFailed(self._gang.epoch, futures[future], f"in {stage}")
                 self._gang = advance(self._gang, failed)
                 future.result()

@@ -1,7 +1,7 @@
 """The warm start: a policy that knows the search protocol, by supervised fine-tuning.
 
-Pure over its inputs; `flows/warm_start.py` runs it by hand and a run whose configuration asks for
-it runs it on a trainer worker. Loss on the policy's own tokens alone.
+Pure over its inputs; `tasks.training.stored_policy` runs it on a trainer worker. Loss on the
+policy's own tokens alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from tasks.config import TrainConfig, WarmStartConfig
 from tasks.errors import ConfigError
 from tasks.rollout.protocol import SearchProtocol
 from tasks.training.demonstrations import Corpus, Demonstration, demonstrations
-from tasks.training.sft import train_sft
+from tasks.training.sft import Progress, train_sft
 from tasks.training.tiny_policy import induction_batch
+from tasks.training.trajectory_file import parse_trajectories
 
 _WARMUP_STEPS = 20
 _FINAL_RATE = 0.05
 _INDUCTION_ROWS, _INDUCTION_LENGTH = 64, 72
+_LAST = 10
 PROVENANCE = "provenance.json"
 
 
@@ -41,45 +43,78 @@ def settings_of(config: TrainConfig) -> WarmStartConfig:
     return config.model.warm_start
 
 
-def policy_key(config: TrainConfig, base: str, index_key: str) -> str:
-    """Names a warm-started policy by everything that makes it what it is."""
+def policy_key(config: TrainConfig, base: str, searched: str, trajectories: bytes = b"") -> str:
+    """Names a warm-started policy by everything that makes it what it is.
+
+    Args:
+        searched: key of the index, or address of the retriever.
+        trajectories: the file of demonstrations; its content counts, not its name.
+    """
     rollout = config.rollout
+    settings = settings_of(config).model_dump(exclude={"trajectories"})
+    if trajectories:
+        settings["trajectories"] = blake3(trajectories).hexdigest()
     made_of = {
         "base": base,
-        "warm_start": settings_of(config).model_dump(),
+        "warm_start": settings,
         "model": [config.model.instruction, config.model.chat, config.model.context],
         "data": config.data.model_dump(),
-        "index": [index_key, config.retrieval.top_k],
+        "index": [searched, config.retrieval.top_k],
         "rollout": [rollout.max_observation_tokens, rollout.max_search_turns],
         "seed": config.seed,
     }
     return blake3(json.dumps(made_of, sort_keys=True).encode()).hexdigest(length=16)
 
 
-def warm_start(
-    config: TrainConfig,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    corpus: Corpus,
-    on_step: Callable[[int, int, float], None],
-) -> dict[str, Any]:
-    """Fine-tunes `model` (float32) in place; returns its provenance as plain values.
+def demonstrations_of(
+    config: TrainConfig, tokenizer: Any, source: Corpus | bytes
+) -> list[Demonstration]:
+    """The demonstrations a configuration asks for, in the order of use.
 
     Args:
-        on_step: called with (step, steps, loss).
+        source: what to build them from, or the file they stand in.
 
     Raises:
-        ConfigError: no demonstration fits the context.
-        NotFiniteError: the loss or a gradient is not finite.
+        ConfigError: a run would allow none of them.
+        DataError: as `parse_trajectories`.
+        RetrieverError: the retriever fails.
     """
     settings = settings_of(config)
     protocol = SearchProtocol(tokenizer, config.model, config.rollout)
-    made = demonstrations(protocol, config, settings, corpus)
+    if isinstance(source, bytes):
+        read = parse_trajectories(source, settings.trajectories or "", protocol, config)
+        return [read[i % len(read)] for i in range(settings.demonstrations)]
+    made = demonstrations(protocol, config, settings, source)
     if not made:
         raise ConfigError(
             f"none of {settings.demonstrations} demonstrations fits model.context = "
-            f"{config.model.context}; raise it, or lower rollout.max_observation_tokens"
+            f"{config.model.context} and rollout.max_search_turns = "
+            f"{config.rollout.max_search_turns}; raise them, or lower "
+            "rollout.max_observation_tokens"
         )
+    return made
+
+
+def warm_start(
+    config: TrainConfig,
+    model: PreTrainedModel,
+    made: Sequence[Demonstration],
+    vocabulary: int,
+    on_step: Callable[[int, int, float], None],
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Fine-tunes `model` (float32) in place; returns what came of it as plain values.
+
+    Args:
+        made: the demonstrations, see `demonstrations_of`.
+        vocabulary: ids that steps on random tokens draw from.
+        on_step: called with (step, steps, loss).
+        progress: see `train_sft`.
+
+    Raises:
+        NotFiniteError: the loss or a gradient is not finite.
+    """
+    settings = settings_of(config)
     fine_tuning = -(-len(made) // settings.batch_size)
     steps = settings.induction_steps + fine_tuning
 
@@ -90,21 +125,22 @@ def warm_start(
 
     history = train_sft(
         model,
-        _batches(settings, made, len(tokenizer), config.seed),
+        _batches(settings, made, vocabulary, config.seed),
         settings.learning_rate,
         weight_decay=0.01,
         schedule=rate,
         on_step=lambda step, metrics: on_step(step, steps, metrics["loss"]),
+        progress=progress,
     )
+    losses = [metrics["loss"] for metrics in history]
     return {
-        "base": config.model.path,
-        "data": config.data.train,
-        "seed": config.seed,
-        "settings": settings.model_dump(),
         "demonstrations": len(made),
+        "left_out": settings.demonstrations - len(made),
         "steps": steps,
-        "final_loss": history[-1]["loss"],
-        "torch": torch.__version__,
+        "tokens": sum(int(metrics["tokens"]) for metrics in history),
+        "first_loss": losses[0],
+        "final_loss": losses[-1],
+        "mean_loss_of_last_steps": sum(losses[-_LAST:]) / len(losses[-_LAST:]),
     }
 
 

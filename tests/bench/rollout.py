@@ -33,7 +33,8 @@ from infra.processes import ROOT, child_environment
 from tasks.config import TrainConfig, resolve
 from tasks.inputs import Inputs, load_inputs
 from tasks.retrieval.bm25 import build
-from tasks.rollout.agent import AgentLoop, Unit
+from tasks.retrieval.retriever import Bm25Retriever
+from tasks.rollout.agent import AgentLoop, Sampled, Unit
 from tasks.rollout.batches import train_units
 from tasks.rollout.engine import Completion, Request, VllmEngine
 from tasks.rollout.protocol import STOP_TAGS, SearchProtocol
@@ -92,7 +93,9 @@ def _agent_pass(loop: AgentLoop, recorder: RecordingEngine, units: Sequence[Unit
         loop.submit(unit)
     groups = []
     while loop.active:
-        groups.extend(loop.step())
+        for outcome in loop.step():
+            assert isinstance(outcome, Sampled), outcome
+            groups.append(outcome.group)
     seconds = time.perf_counter() - began
     sampled = sum(t.sampled_tokens for group in groups for t in group.trajectories)
     assert sampled == sum(r.count for r in recorder.recorded)
@@ -155,7 +158,7 @@ def _agent(inputs: Inputs, engine: RecordingEngine) -> AgentLoop:
     return AgentLoop(
         engine,
         SearchProtocol(inputs.tokenizer, config.model, config.rollout),
-        build(inputs.passages, retrieval.k1, retrieval.b),
+        Bm25Retriever(build(inputs.passages, retrieval.k1, retrieval.b)),
         config.rollout,
         config.model.context,
         retrieval.top_k,

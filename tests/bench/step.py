@@ -130,7 +130,7 @@ def _run(client: Client, location: StoreLocation, inputs: Inputs, name: str,
     """A run as `tasks.run.open_run` opens it, over no-op workers."""
     config = inputs.config
     spec = RolloutSpec(name, name, config, location, inputs.index_key, "/nowhere")
-    fleet = Fleet(client, spec, LOG, partial(noop.serve, shape=shape))
+    fleet = Fleet(client, spec, LOG, None, partial(noop.serve, shape=shape))
     try:
         trainers = noop.NoopTrainers(
             client, TrainerSpec(name, config, location, "/nowhere", False, None), shape

@@ -1,0 +1,78 @@
+"""A run's rollout workers grow and shrink with its queue: `tasks.rollout.scaling`, carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from distributed import Client
+
+from tasks.cluster import ROLLOUT, Log, WorkerPool, names_of
+from tasks.config import ClusterConfig
+from tasks.rollout.board import FlowQueue
+from tasks.rollout.scaling import Limits, Load, decide
+
+
+class Scaler:
+    """Starts and retires the workers of a pool; others that the cluster has only count.
+
+    Not thread-safe.
+    """
+
+    def __init__(
+        self, client: Client, queue: FlowQueue, pool: WorkerPool, cluster: ClusterConfig, log: Log
+    ) -> None:
+        self._client = client
+        self._queue = queue
+        self._pool = pool
+        self._log = log
+        least = cluster.rollout_workers
+        self._limits = Limits(
+            least, cluster.rollout_workers_most or least, cluster.drain_s, cluster.idle_s
+        )
+        self._retired: set[str] = set()
+
+    def look(self, has_ended: Callable[[str], bool]) -> None:
+        """Looks at the queue once and does what it asks for.
+
+        Args:
+            has_ended: whether a worker's loop has: then its process may go, too.
+
+        Raises:
+            RunClosed: the run is over.
+            OSError: the scheduler does not answer.
+        """
+        for address in [one for one in self._retired if has_ended(one)]:
+            self._client.retire_workers([address], close_workers=True, remove=True)
+            self._retired.discard(address)
+        queue = self._queue.load()
+        names = names_of(self._client, ROLLOUT)
+        ours = set(self._pool.names())
+        serving = set(queue["workers"])
+        coming = [a for a in names if a not in serving and a not in self._retired]
+        unseen = ours - set(names.values())
+        idle = {a: s for a, s in queue["idle"].items() if names.get(a) in ours}
+        load = Load(
+            queue["outstanding"],
+            queue["worker_s"],
+            len(serving),
+            len(coming) + len(unseen),
+            idle,
+        )
+        change = decide(load, self._limits)
+        if change.start:
+            self._log.info(
+                "%d units wait for %d rollout workers: %d more are started",
+                load.outstanding,
+                load.workers + load.starting,
+                change.start,
+            )
+            self._pool.start(change.start)
+        for address in change.retire:
+            # The queue has the last word: a unit may have been given to it meanwhile.
+            if self._queue.retire(address):
+                self._retired.add(address)
+                self._log.info(
+                    "rollout worker %s had no work for %.0f s and is given back",
+                    names[address],
+                    idle[address],
+                )

@@ -1,0 +1,156 @@
+"""An interrupted warm start goes on to the same bits; what it stores says where it comes from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file
+
+from tasks.config import TrainConfig, resolve
+from tasks.data.hotpotqa import load_questions
+from tasks.data.questions import pool
+from tasks.errors import IntegrityError
+from tasks.retrieval.bm25 import build
+from tasks.retrieval.stored import store_index
+from tasks.store import ObjectStore
+from tasks.training import stored_policy
+from tasks.training.policy import load_tokenizer, resolve_model_dir
+from tasks.training.progress import StoredProgress
+from tasks.training.stored_policy import Order
+from tasks.weights.final import fetch_checkpoint
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 1 + 6
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def config() -> TrainConfig:
+    warm = {"demonstrations": 12, "batch_size": 2, "induction_steps": 1, "good_share": 0.5}
+    return resolve("tiny", {"model": {"path": "tiny-new", "warm_start": warm}})
+
+
+def order(config: TrainConfig, store: ObjectStore, cache: Path) -> Order:
+    questions = load_questions("miniature:held_out")[:30]
+    key = store_index(store, build(pool(questions), 1.2, 0.75))
+    return Order(config, list(questions), key, str(cache), f"policies/{secrets.token_hex(8)}/")
+
+
+def progress(store: ObjectStore, made: Order, save_every: int = 2) -> StoredProgress:
+    """Its clock strikes at each look, so a state is saved after every second step."""
+    clock = itertools.count()
+    name = stored_policy.progress_name(made.prefix)
+    return StoredProgress(store, name, save_every, lambda: float(next(clock)))
+
+
+def until(last: int) -> Callable[[int, int, float], None]:
+    def report(step: int, steps: int, loss: float) -> None:
+        assert steps == STEPS
+        seen.append((step, loss))
+        if step == last:
+            raise Interrupted
+
+    seen: list[tuple[int, float]] = []
+    report.seen = seen  # type: ignore[attr-defined]
+    return report
+
+
+def tensors(store: ObjectStore, made: Order, folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(fetch_checkpoint(store, made.prefix, folder) / "model.safetensors")
+
+
+def test_interrupted_twice_it_ends_with_the_same_bits_and_provenance(
+    object_store: ObjectStore, config: TrainConfig, cache: Path, tmp_path: Path
+) -> None:
+    whole, broken = (order(config, object_store, cache) for _ in range(2))
+    report = until(-1)
+    stored_policy.make(whole, object_store, progress(object_store, whole), report)
+    expected: list[tuple[int, float]] = report.seen  # type: ignore[attr-defined]
+    assert [step for step, _ in expected] == list(range(STEPS))
+
+    went: list[list[tuple[int, float]]] = []
+    for last in (2, 5):
+        report = until(last)
+        with pytest.raises(Interrupted):
+            stored_policy.make(broken, object_store, progress(object_store, broken), report)
+        assert not stored_policy.is_made(object_store, broken.prefix)
+        name = stored_policy.progress_name(broken.prefix)
+        assert len(object_store.list(f"runs/{name}/checkpoints/")) == 1, "the newest alone"
+        went.append(report.seen)  # type: ignore[attr-defined]
+    report = until(-1)
+    stored_policy.make(broken, object_store, progress(object_store, broken), report)
+    went.append(report.seen)  # type: ignore[attr-defined]
+
+    starts = [part[0][0] for part in went]
+    assert starts[0] == 0
+    assert 0 < starts[1] <= 3, "it goes on from what was saved"
+    assert starts[1] < starts[2] <= 6
+    for part in went:
+        assert part == expected[part[0][0] : part[-1][0] + 1], "the same losses, to the bit"
+    one, other = tensors(object_store, whole, tmp_path), tensors(object_store, broken, tmp_path)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not object_store.list(f"runs/{name}/"), "nothing is kept of a policy that is made"
+
+    folder = fetch_checkpoint(object_store, broken.prefix, tmp_path)
+    assert resolve_model_dir(str(folder), tmp_path) == folder, "a whole Hugging Face checkpoint"
+    assert load_tokenizer(folder, chat=True).encode("Ada Marlowe")
+    written = json.loads((folder / "provenance.json").read_text())
+    assert written == stored_policy.provenance_of(object_store, broken.prefix)
+    assert written == stored_policy.provenance_of(object_store, whole.prefix)
+    assert TrainConfig.model_validate(written["config"]) == config
+    assert (written["steps"], written["demonstrations"]) == (STEPS, 12)
+    assert (written["first_loss"], written["final_loss"]) == (expected[0][1], expected[-1][1])
+    assert written["digests"]["index"] == broken.index_key
+    assert {"base", "demonstrations"} <= set(written["digests"])
+    assert {"python", "torch", "transformers"} <= set(written["versions"])
+
+
+def test_a_state_that_is_damaged_is_refused(
+    object_store: ObjectStore, config: TrainConfig, cache: Path
+) -> None:
+    made = order(config, object_store, cache)
+    with pytest.raises(Interrupted):
+        stored_policy.make(made, object_store, progress(object_store, made), until(4))
+    name = stored_policy.progress_name(made.prefix)
+    (key,) = object_store.list(f"runs/{name}/checkpoints/")
+    object_store.put(key, object_store.get(key)[:-40])
+    with pytest.raises(IntegrityError, match="no checkpoint manifest"):
+        stored_policy.make(made, object_store, progress(object_store, made), until(-1))
+    assert not stored_policy.is_made(object_store, made.prefix)
+
+
+def test_demonstrations_from_a_file_in_the_store(
+    object_store: ObjectStore, cache: Path, tmp_path: Path
+) -> None:
+    turns: list[dict[str, Any]] = [
+        {"role": "policy", "text": "<search> Ada Marlowe </search>"},
+        {"role": "environment", "text": "<information>Doc 1(Title: Ada) Born.</information>"},
+        {"role": "policy", "text": "<answer> Ada </answer>"},
+    ]
+    data = json.dumps({"question": "Who?", "turns": turns}).encode()
+    warm = {"demonstrations": 6, "batch_size": 2, "trajectories": "x.jsonl", "learning_rate": 3e-3}
+    config = resolve("tiny", {"model": {"path": "tiny-new", "warm_start": warm}})
+    made = Order(config, [], None, str(cache), f"policies/{blake3(data).hexdigest(length=8)}/")
+    object_store.put(made.prefix.rstrip("/") + ".trajectories.jsonl", data)
+    stored_policy.make(made, object_store, progress(object_store, made), lambda *_: None)
+    came = stored_policy.provenance_of(object_store, made.prefix)
+    assert (came["demonstrations"], came["steps"]) == (6, 3)
+    assert came["final_loss"] < came["first_loss"]
