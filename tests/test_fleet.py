@@ -39,6 +39,9 @@ from tests import noop
 pytestmark = pytest.mark.timeout(120)
 WORKERS = 2
 START_S = 90.0  # workers import torch at their first call: seconds on a machine to themselves
+END_S = (
+    20.0  # a loop learns of the end at its next call, two seconds later at most, if it gets to run
+)
 SHORT = noop.Shape(tokens=60)
 LOG = logging.getLogger("tests.fleet")
 
@@ -160,7 +163,7 @@ def test_all_units_of_several_steps_come_back_once(
         assert counts[0] == 0
         assert counts[-1] == 12
         assert _loops(client) == WORKERS, "one a rollout worker, none on the trainer's"
-    assert _eventually(lambda: _loops(client) == 0, 6)
+    assert _eventually(lambda: _loops(client) == 0, END_S)
 
 
 def test_work_is_shared_between_the_workers(
@@ -257,6 +260,7 @@ def test_a_frozen_workers_units_are_done_elsewhere(
         client.run_on_scheduler(noop.set_silent, before)
 
 
+@pytest.mark.timeout(300)
 def test_a_run_grows_while_work_waits_and_shrinks_when_it_is_done(
     client: Client, config: TrainConfig, object_store: ObjectStore, tmp_path: Path
 ) -> None:
@@ -276,15 +280,20 @@ def test_a_run_grows_while_work_waits_and_shrinks_when_it_is_done(
     try:
         with _fleet(client, grows, object_store.location, "grows", shape, pool) as fleet:
             assert _eventually(lambda: _loops(client) == WORKERS, START_S)
-            units = _units(0, 150, version=0)
-            fleet.offer(units)
-            groups = fleet.collect(_ids(units))
-            assert [g.unit_id for g in groups] == _ids(units)
-            added = {g.worker for g in groups} - standing
-            assert added, "in the middle of the step"
+            steps = itertools.count()
+
+            def others_serve() -> bool:
+                """A worker takes seconds to start; so work goes on until one has joined."""
+                units = _units(next(steps), 40, version=0)
+                fleet.offer(units)
+                groups = fleet.collect(_ids(units))
+                assert [g.unit_id for g in groups] == _ids(units)
+                return not {g.worker for g in groups} <= standing
+
+            assert _eventually(others_serve, START_S)
             assert _eventually(lambda: set(workers_with(client, ROLLOUT)) == standing, 40)
             assert _eventually(lambda: not pool.names(), 20), "their processes are gone"
-            again = _units(1, 6, version=0)
+            again = _units(next(steps), 6, version=0)
             fleet.offer(again)
             assert {g.worker for g in fleet.collect(_ids(again))} <= standing
     finally:
@@ -301,13 +310,13 @@ def test_closing_and_a_lease_that_runs_out_free_the_workers(
     with _fleet(client, config, object_store.location, "closed-busy", busy) as fleet:
         fleet.offer(_units(0, 60, version=0))
         assert _eventually(lambda: _loops(client) == WORKERS, START_S)
-    assert _eventually(lambda: _loops(client) == 0, 6), "also with work left"
+    assert _eventually(lambda: _loops(client) == 0, END_S), "also with work left"
     monkeypatch.setattr(fleet_module, "RENEW_S", 3600.0)
     before = client.run_on_scheduler(noop.set_lease, 2.0)
     try:
         with _fleet(client, config, object_store.location, "no-lease") as fleet:
             assert _eventually(lambda: _loops(client) == WORKERS, START_S)
-            assert _eventually(lambda: _loops(client) == 0, 8)
+            assert _eventually(lambda: _loops(client) == 0, END_S)
             with pytest.raises(RunClosed, match="'no-lease' is closed"):
                 fleet.collect(["train-0-0"])
     finally:
@@ -354,7 +363,7 @@ def test_a_killed_flow_frees_the_workers(
     finally:
         flow.kill()
         flow.wait()
-    assert _eventually(lambda: _loops(client) == 0, 8)
+    assert _eventually(lambda: _loops(client) == 0, END_S)
     with _fleet(client, config, location, "orphan"):
         pass  # the name is free again
 
@@ -479,4 +488,4 @@ def test_a_retriever_that_is_down_for_a_while_and_for_good(
         message = r"unit train-0-\d failed on every try: tcp://.*: retriever no-op, told to fail"
         with pytest.raises(UnitFailed, match=message):
             fleet.collect(_ids(units))
-    assert _eventually(lambda: _loops(client) == 0, 6), "the workers are free again"
+    assert _eventually(lambda: _loops(client) == 0, END_S), "the workers are free again"

@@ -185,12 +185,12 @@ def _serve_here(spec: RolloutSpec, worker: Worker, queue: WorkerQueue) -> None:
     resident = Resident(worker, queue, agent, weights, ObjectStore(spec.store), spec)
     try:
         resident.run()
-        state.close()  # retired: the process ends next
     except RunClosed:
         return
     finally:
         agent.abort()
         resident.close()
+    state.close()  # retired: the process ends next
 
 
 class Resident:
