@@ -10,8 +10,9 @@ from typing import Any
 
 from infra.local import prefect_api, reported
 from infra.state import home_folder
-from tasks.config import TrainConfig, resolve
+from tasks.config import TrainConfig
 from tasks.errors import ConfigError
+from tasks.presets import resolve
 
 
 def overrides_from(named: Mapping[str, Any], assignments: Sequence[str]) -> Any:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from flows.cli import overrides_from, run_flow
 from infra.local import store_alone
-from tasks.config import Overrides, resolve
+from tasks.presets import Overrides, resolve
 
 
 class Collected(BaseModel):

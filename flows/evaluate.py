@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from flows.cli import check_inputs, overrides_from, run_flow
 from infra.local import attached
 from infra.state import home_folder
-from tasks.config import Overrides, resolve
 from tasks.errors import ConfigError
+from tasks.presets import Overrides, resolve
 
 if TYPE_CHECKING:
     from tasks.cluster import Attached

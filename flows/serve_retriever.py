@@ -19,10 +19,11 @@ import typer
 from flows.cli import overrides_from
 from infra.local import reported
 from infra.state import home_folder
-from tasks.config import TrainConfig, resolve
+from tasks.config import TrainConfig
 from tasks.data.hotpotqa import load_questions
 from tasks.data.questions import Passage, pool
 from tasks.errors import ServiceError
+from tasks.presets import resolve
 
 if TYPE_CHECKING:
     from tasks.retrieval.bm25 import Index

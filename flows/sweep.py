@@ -18,9 +18,9 @@ from pydantic import BaseModel, Field, ValidationError
 from flows.cli import check_inputs, overrides_from, run_flow
 from flows.train import train
 from infra.local import Services, services
-from tasks.config import Overrides, merge, resolve
 from tasks.errors import ConfigError, SeedFailed
 from tasks.evaluation.seeds import DEFAULT, SeedRun, variant_rows
+from tasks.presets import Overrides, merge, resolve
 
 
 class Variant(BaseModel):

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from flows.cli import check_inputs, overrides_from, run_flow
 from infra.local import attached
 from infra.state import home_folder
-from tasks.config import Overrides, resolve
+from tasks.presets import Overrides, resolve
 
 if TYPE_CHECKING:
     from tasks.metrics import History

@@ -19,8 +19,9 @@ from pydantic import BaseModel
 from flows.cli import check_inputs, overrides_from, run_flow
 from infra.local import attached
 from infra.state import home_folder
-from tasks.config import Overrides, TrainConfig, resolve
+from tasks.config import TrainConfig
 from tasks.errors import ConfigError
+from tasks.presets import Overrides, resolve
 
 
 class Made(BaseModel):

@@ -32,8 +32,9 @@ from infra.state import (
     write_record,
 )
 from tasks.cluster import Attached, Log
-from tasks.config import ClusterConfig, TrainConfig, resolve
+from tasks.config import ClusterConfig, TrainConfig
 from tasks.errors import ConfigError, KindlingError, ServiceError
+from tasks.presets import resolve
 from tasks.store import ObjectStore, StoreLocation
 
 _STACK = "stack"  # the lock of store and cluster; `up`, `down` and embedded runs exclude each other

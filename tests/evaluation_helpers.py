@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from tasks.config import resolve
 from tasks.data.questions import Kind, Question
 from tasks.evaluation.breakdown import Mode, breakdown
 from tasks.evaluation.outcomes import compare, outcomes
@@ -19,6 +18,7 @@ from tasks.evaluation.reader import choose, reading
 from tasks.evaluation.report import Report
 from tasks.evaluation.scoring import exact_match, f1
 from tasks.metrics import Evaluation, History, StepRecord, batch_stats
+from tasks.presets import resolve
 from tasks.rollout.trajectory import Group, GroupSummary, Trajectory, Turn, summarise
 from tasks.training.policy import load_tokenizer
 

@@ -8,9 +8,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tasks import config
-from tasks.config import Overrides, TrainConfig, preset_names, resolve
+from tasks import presets
+from tasks.config import TrainConfig
 from tasks.errors import ConfigError
+from tasks.presets import Overrides, preset_names, resolve
 
 pytestmark = pytest.mark.fast
 
@@ -199,9 +200,21 @@ def test_configurations_do_not_change() -> None:
 def test_a_preset_with_an_unknown_field_is_refused(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = (config.PRESETS / "tiny.toml").read_text()
+    tiny = (presets.PRESETS / "tiny.toml").read_text()
     (tmp_path / "odd.toml").write_text(tiny + "\n[surprise]\nx = 1\n")
-    monkeypatch.setattr(config, "PRESETS", tmp_path)
+    monkeypatch.setattr(presets, "PRESETS", tmp_path)
     assert preset_names() == ["odd"]
     with pytest.raises(ConfigError, match="surprise"):
         resolve("odd")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "problem"),
+    [
+        ({"rollout_workers": 3, "rollout_workers_most": 2}, "most is 2, less than"),
+        ({"rollout_workers_most": 4, "scheduler": "tcp://a:1"}, "would not find them"),
+    ],
+)
+def test_a_cluster_that_cannot_grow_so_is_refused(cluster: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        resolve("tiny", {"cluster": cluster})

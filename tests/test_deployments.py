@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prefect import Flow
 
-from tasks.config import preset_names, resolve
+from tasks.presets import preset_names, resolve
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.config import resolve
 from tasks.errors import DataError, IntegrityError
 from tasks.evaluation.bootstrap import RESAMPLES, bootstrap_mean, paired_bootstrap
 from tasks.evaluation.breakdown import breakdown
@@ -21,6 +20,7 @@ from tasks.evaluation.intervals import t_interval, t_quantile, wilson, wilson_of
 from tasks.evaluation.outcomes import Outcomes, compare, outcomes
 from tasks.inputs import load_inputs
 from tasks.metrics import History, batch_stats
+from tasks.presets import resolve
 from tests.evaluation_helpers import evaluation, group, history, question, summary, trajectory
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]

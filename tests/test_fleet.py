@@ -24,8 +24,9 @@ from infra.cluster import connect, start_scheduler, start_workers, wait_for_work
 from infra.elastic import LocalPool
 from infra.processes import ROOT, ProcessGroup, child_environment
 from tasks.cluster import ROLLOUT, WorkerPool, workers_with
-from tasks.config import TrainConfig, resolve
+from tasks.config import TrainConfig
 from tasks.errors import RewardError, RunClosed, UnitFailed
+from tasks.presets import resolve
 from tasks.rollout import fleet as fleet_module
 from tasks.rollout.agent import Unit
 from tasks.rollout.engine import Sampling
@@ -327,7 +328,7 @@ FLOW = """
 import logging, sys, threading
 from functools import partial
 from infra.cluster import connect
-from tasks.config import resolve
+from tasks.presets import resolve
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.worker import RolloutSpec
 from tasks.store import StoreLocation

@@ -35,9 +35,9 @@ from infra.processes import child_environment, environment
 from infra.state import read_record
 from tasks import stages
 from tasks.cluster import ROLLOUT, TRAINER, submit_to, workers_with
-from tasks.config import Overrides, resolve
 from tasks.errors import ConfigError, MismatchError, SeedFailed, UnitFailed
 from tasks.inputs import ensure_index, load_inputs
+from tasks.presets import Overrides, resolve
 from tasks.rollout.worker import Warm
 from tasks.run import Run
 from tasks.store import ObjectStore, StoreLocation

@@ -23,8 +23,8 @@ from flows.collect_garbage import Collected, collect_garbage
 from infra.local import prefect_api
 from infra.processes import environment
 from tasks.artifacts import garbage_rows
-from tasks.config import Overrides
 from tasks.errors import ConfigError, IntegrityError, StoreConflict, StoreError
+from tasks.presets import Overrides
 from tasks.store import ObjectMissing, ObjectStore, StoreLocation, object_key
 from tasks.store_location import Listed, quarantine_key
 from tasks.training import checkpoint

@@ -38,8 +38,8 @@ from infra.processes import (
     stop_children,
 )
 from infra.state import Record, home_folder, living_services, locked, read_record, write_record
-from tasks.config import resolve
 from tasks.errors import ClusterError, ConfigError, ServiceError
+from tasks.presets import resolve
 from tasks.store import ObjectStore
 
 pytestmark = pytest.mark.timeout(240)
@@ -379,7 +379,7 @@ EMBEDDED_RUN = """
 import sys, threading
 from pathlib import Path
 from infra.local import services
-from tasks.config import resolve
+from tasks.presets import resolve
 from tasks.store import ObjectStore
 with services(resolve("tiny"), Path(sys.argv[1])) as found:
     ObjectStore(found.store).put("kept", b"from the first run")

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.config import TrainConfig, resolve
+from tasks.config import TrainConfig
 from tasks.errors import ConfigError, DataError, PolicyError
 from tasks.inputs import load_inputs
+from tasks.presets import resolve
 from tasks.run import _differences
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]

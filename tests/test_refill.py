@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.config import TrainConfig, resolve
+from tasks.config import TrainConfig
 from tasks.data.questions import Question
 from tasks.metrics import batch_stats
+from tasks.presets import resolve
 from tasks.rollout.batches import refill_available, refill_units, train_units
 from tasks.rollout.refill import Refill, is_uniform
 from tasks.rollout.trajectory import GroupSummary, TrajectorySummary

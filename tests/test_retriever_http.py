@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 
 from flows.serve_retriever import served_passages
 from infra.processes import child_environment
-from tasks.config import RetrievalConfig, resolve
+from tasks.config import RetrievalConfig
 from tasks.data.hotpotqa import load_questions
 from tasks.data.questions import Passage, pool
 from tasks.errors import ConfigError, RetrieverError
 from tasks.inputs import load_inputs
+from tasks.presets import resolve
 from tasks.retrieval import http_client
 from tasks.retrieval.bm25 import build
 from tasks.retrieval.http_client import HttpRetriever, check_retriever

@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from infra.processes import ROOT, child_environment
-from tasks.config import RolloutConfig, TrainConfig, resolve
+from tasks.config import RolloutConfig, TrainConfig
 from tasks.errors import ConfigError, RewardError
 from tasks.metrics import batch_stats
+from tasks.presets import resolve
 from tasks.rollout.agent import Sampled, Unit
 from tasks.rollout.engine import Sampling
 from tasks.rollout.reward import Asked, check_reward, load_reward, score

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tasks.config import resolve
+from tasks.presets import resolve
 from tasks.run import _as_now, _differences
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.config import TrainConfig, resolve
+from tasks.config import TrainConfig
 from tasks.data.questions import Passage, Question
+from tasks.presets import resolve
 from tasks.rollout.agent import Unit
 from tasks.rollout.batches import evaluation_units, train_units, unit_from_wire
 from tasks.rollout.streams import stream_seed, turns_at_most

@@ -9,11 +9,11 @@ import pytest
 
 from flows.sweep import planned, variant_from
 from tasks.artifacts import sweep_markdown
-from tasks.config import resolve
 from tasks.console import as_text, sweep_tables
 from tasks.errors import ConfigError
 from tasks.evaluation.seeds import SeedRun, spread, step_rows, to_json, variant_rows
 from tasks.metrics import Evaluation
+from tasks.presets import resolve
 from tests.evaluation_helpers import evaluation, group, question, trajectory
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]

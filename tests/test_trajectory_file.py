@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.config import TrainConfig, resolve
+from tasks.config import TrainConfig
 from tasks.errors import ConfigError, DataError
 from tasks.inputs import load_inputs
+from tasks.presets import resolve
 from tasks.rollout.protocol import SearchProtocol
 from tasks.training.demonstrations import Demonstration
 from tasks.training.policy import load_tokenizer

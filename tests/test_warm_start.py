@@ -16,10 +16,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from tasks.config import TrainConfig, WarmStartConfig, resolve
+from tasks.config import TrainConfig, WarmStartConfig
 from tasks.data.hotpotqa import load_questions
 from tasks.data.questions import pool
 from tasks.errors import ConfigError
+from tasks.presets import resolve
 from tasks.retrieval.bm25 import build
 from tasks.retrieval.retriever import Bm25Retriever
 from tasks.rollout.protocol import SearchProtocol

@@ -14,10 +14,11 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file
 
-from tasks.config import TrainConfig, resolve
+from tasks.config import TrainConfig
 from tasks.data.hotpotqa import load_questions
 from tasks.data.questions import pool
 from tasks.errors import IntegrityError
+from tasks.presets import resolve
 from tasks.retrieval.bm25 import build
 from tasks.retrieval.stored import store_index
 from tasks.store import ObjectStore

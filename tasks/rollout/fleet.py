@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import cast
 
 from distributed import Client, Future
@@ -53,12 +54,15 @@ class Fleet:
         self.loads: dict[str, int] = {"engines": 0, "indexes": 0, "anchors": 0}
         self.applied: list[Wire] = []
         self._queue = FlowQueue(client, spec.run)
-        cluster = spec.config.cluster
-        self._scaler = Scaler(client, self._queue, pool, cluster, log) if pool else None
         self._over = threading.Event()
         # Training may take minutes in which the flow's thread asks the queue for nothing.
-        self._keeper = threading.Thread(target=self._keep_lease, name="run-lease", daemon=True)
-        self._keeper.start()
+        self._keepers = [threading.Thread(target=self._keep_lease, name="lease", daemon=True)]
+        if pool is not None:
+            scaler = Scaler(client, self._queue, pool, spec.config.cluster, log)
+            keep = partial(self._keep_scaled, scaler)
+            self._keepers.append(threading.Thread(target=keep, name="scaler", daemon=True))
+        for keeper in self._keepers:
+            keeper.start()
         self._serve_everywhere()
 
     def offer(self, units: Sequence[Unit]) -> None:
@@ -121,7 +125,8 @@ class Fleet:
     def close(self) -> None:
         """Closes the run: its workers finish their engine step and are free."""
         self._over.set()
-        self._keeper.join()
+        for keeper in self._keepers:
+            keeper.join()
         self._queue.close()
 
     def _serve_everywhere(self) -> None:
@@ -197,13 +202,20 @@ class Fleet:
         return future is not None and future.status == "finished"
 
     def _keep_lease(self) -> None:
-        renewed = time.monotonic()
-        while not self._over.wait(min(RENEW_S, LOOK_AGAIN_S)):
+        while not self._over.wait(RENEW_S):
             try:
-                if time.monotonic() - renewed >= RENEW_S:
-                    self._queue.renew()
-                    renewed = time.monotonic()
-                if self._scaler is not None:
-                    self._scaler.look(self._has_ended)
+                self._queue.renew()
             except (OSError, RunClosed):
                 return  # the flow's own next call says the same where it can be handled
+
+    def _keep_scaled(self, scaler: Scaler) -> None:
+        """In a thread of its own: what goes wrong here costs the run its growth and not its
+        lease."""
+        while not self._over.wait(LOOK_AGAIN_S):
+            try:
+                scaler.look(self._has_ended)
+            except RunClosed:
+                return
+            except OSError as error:
+                self._log.warning("the run keeps the rollout workers it has: %s", error)
+                return

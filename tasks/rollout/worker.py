@@ -26,7 +26,7 @@ from tasks.retrieval.retriever import Retriever
 from tasks.rollout.agent import AgentLoop, Failed, Sampled, Unit
 from tasks.rollout.batches import summary_to_wire, unit_from_wire
 from tasks.rollout.board import WorkerQueue
-from tasks.rollout.engine import Engine, VllmEngine
+from tasks.rollout.engine import VllmEngine
 from tasks.rollout.protocol import SearchProtocol
 from tasks.rollout.queue import Wire
 from tasks.rollout.reward import is_own_function
@@ -88,7 +88,7 @@ class Warm:
 
     loads: Loads = field(default_factory=Loads)
     engine_key: str = ""
-    engine: Engine | None = None
+    engine: VllmEngine | None = None
     weights: Weights | None = None
     retriever_key: str = ""
     retriever: Retriever | None = None
@@ -122,7 +122,7 @@ class Warm:
         """Gives engine and retriever up; the next run would start them anew."""
         if self.retriever is not None:
             self.retriever.close()
-        if isinstance(self.engine, VllmEngine):
+        if self.engine is not None:
             self.engine.close()
         self.engine, self.weights, self.engine_key = None, None, ""
         self.retriever, self.retriever_key = None, ""

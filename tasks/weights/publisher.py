@@ -31,9 +31,7 @@ values are copied here.
 from __future__ import annotations
 
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,15 +39,15 @@ from blake3 import blake3
 
 from tasks.errors import IntegrityError, NotFiniteError, StoreError
 from tasks.store import Data, ObjectStore, object_key
-from tasks.weights import compare
-from tasks.weights.bits import Bits, DtypeName, from_bits, to_bits
-from tasks.weights.codec import CODEC, Change, Range, threads
+from tasks.weights.bits import from_bits, to_bits
+from tasks.weights.codec import CODEC, Change, Range
 from tasks.weights.commit import Published, commit, read_ref
-from tasks.weights.digest import Piece, piece, tensor_digest
-from tasks.weights.history import advance, no_history
+from tasks.weights.digest import tensor_digest
+from tasks.weights.history import advance
 from tasks.weights.manifest import ManifestRef, Shard
 from tasks.weights.parts import DeviceShard, Kind, LocalShard, PreparedPart, TensorPart
 from tasks.weights.shards import anchor_files, pack_delta
+from tasks.weights.snapshot import Held, as_integers, look
 
 __all__ = [
     "DeviceShard",
@@ -62,35 +60,6 @@ __all__ = [
     "commit",
 ]
 
-_VALUES_AHEAD = 1 << 25  # of shards that are made before the ones before them are done with
-
-
-@dataclass
-class _Held:
-    """The last committed state of one range."""
-
-    start: int
-    dtype: DtypeName
-    bits: Bits
-    history: Bits
-    mirror: torch.Tensor | None = None  # of a `DeviceShard`: the pattern where its tensor lies
-
-    @property
-    def place(self) -> tuple[int, int, DtypeName]:
-        return (self.start, self.bits.size, self.dtype)
-
-
-@dataclass(frozen=True)
-class _Looked:
-    """A shard against the snapshot.
-
-    Attributes:
-        found: what changed, or what is held from now on; None: a value is NaN or infinite.
-    """
-
-    found: Change | _Held | None
-    piece: Piece
-
 
 @dataclass(frozen=True)
 class _Pending:
@@ -98,7 +67,7 @@ class _Pending:
 
     kind: Kind
     changes: dict[str, Change]
-    fresh: dict[str, _Held]
+    fresh: dict[str, Held]
 
 
 class RankPublisher:
@@ -127,7 +96,7 @@ class RankPublisher:
         self.run = run
         self.rank = rank
         self._writer = uuid.uuid4().hex
-        self._snapshot: dict[str, _Held] = {}
+        self._snapshot: dict[str, Held] = {}
         self._pending: _Pending | None = None
         self._anchor_bytes = 0
         self._chain_bytes = 0
@@ -262,7 +231,7 @@ class RankPublisher:
             held.bits[change.indices] = change.values
             if held.mirror is not None:
                 where = torch.from_numpy(change.indices).to(held.mirror.device)
-                held.mirror[where] = _as_integers(change.values).to(held.mirror.device)
+                held.mirror[where] = as_integers(change.values).to(held.mirror.device)
         if pending.kind == "anchor":  # it names all ranges there are
             kept = {n: held for n, held in self._snapshot.items() if n in pending.changes}
             self._snapshot = kept
@@ -283,7 +252,7 @@ class RankPublisher:
         """What changed, what this rank says of its tensors, and ranges unlike the snapshot's."""
         pending = _Pending(kind, {}, {})
         tensors: list[TensorPart] = []
-        for shard, looked in self._look(shards):
+        for shard, looked in look(self._snapshot, shards):
             if shard.name in pending.changes or shard.name in pending.fresh:
                 raise ValueError(f"{shard.name} is named twice among the shards; one range each")
             if looked.found is None:
@@ -305,68 +274,6 @@ class RankPublisher:
             if held.bits.size and name not in pending.changes and name not in pending.fresh
         ]
         return pending, tensors, sorted(odd)
-
-    def _look(
-        self, shards: Iterable[LocalShard | DeviceShard]
-    ) -> Iterator[tuple[LocalShard | DeviceShard, _Looked]]:
-        """Every shard against the snapshot, while the next ones are made and looked at."""
-        waiting: deque[tuple[LocalShard | DeviceShard, Callable[[], _Looked]]] = deque()
-        values = 0
-        with ThreadPoolExecutor(threads()) as pool:
-            for shard in shards:
-                if isinstance(shard, LocalShard):
-                    waiting.append((shard, self._look_here(shard, pool)))
-                else:
-                    waiting.append((shard, self._look_there(shard, pool)))
-                values += shard.count
-                while values > _VALUES_AHEAD and len(waiting) > 1:
-                    first, result = waiting.popleft()
-                    values -= first.count
-                    yield first, result()
-            for shard, result in waiting:
-                yield shard, result()
-
-    def _look_here(self, shard: LocalShard, pool: ThreadPoolExecutor) -> Callable[[], _Looked]:
-        """What a shard in host memory holds against the snapshot."""
-        held = self._snapshot.get(shard.name)
-        known = held is not None and held.place == (shard.start, shard.count, shard.dtype)
-        old = held.bits if held is not None and known else shard.values
-        comparison = compare.begin(pool, old, shard.values, shard.dtype, shard.start)
-
-        def result() -> _Looked:
-            made = comparison()
-            if not made.finite:
-                return _Looked(None, made.piece)
-            if known:
-                return _Looked(made.change, made.piece)
-            values = shard.values.copy()  # the caller may go on training in this memory
-            history = no_history(shard.count)
-            return _Looked(_Held(shard.start, shard.dtype, values, history), made.piece)
-
-        return result
-
-    def _look_there(self, shard: DeviceShard, pool: ThreadPoolExecutor) -> Callable[[], _Looked]:
-        """The same of a shard on an accelerator: its changed values alone are copied here."""
-        integers = shard.integers()
-        held = self._snapshot.get(shard.name)
-        place = (shard.start, shard.count, shard.dtype)
-        found: Change | _Held | None
-        if held is None or held.place != place or held.mirror is None:
-            values = to_bits(shard.tensor).copy()
-            history = no_history(values.size)
-            found = _Held(shard.start, shard.dtype, values, history, integers.clone())
-        else:
-            where = torch.nonzero(integers != held.mirror).reshape(-1)
-            found = Change(
-                where.to("cpu", torch.int32).numpy(),
-                integers[where].cpu().numpy().view(held.bits.dtype),
-            )
-            values = held.bits.copy()
-            values[found.indices] = found.values
-        if not shard.is_finite():
-            found = None
-        made = pool.submit(piece, values, shard.start)
-        return lambda: _Looked(found, made.result())
 
     def _encode(self, changes: Mapping[str, Change]) -> bytes:
         moved = {name: change for name, change in changes.items() if change.indices.size}
@@ -403,11 +310,6 @@ def _as_tensors(
             yield shard.name, shard.tensor.reshape(shard.shape)
         else:
             yield shard.name, from_bits(shard.values, shard.dtype, shard.shape)
-
-
-def _as_integers(values: Bits) -> torch.Tensor:
-    """int16 or int32, the signed twin of a pattern."""
-    return torch.from_numpy(values.view(f"<i{values.itemsize}"))
 
 
 def _hashed(

@@ -30,8 +30,9 @@ import typer
 
 from infra.cluster import worker_environment
 from infra.processes import ROOT, child_environment
-from tasks.config import TrainConfig, resolve
+from tasks.config import TrainConfig
 from tasks.inputs import Inputs, load_inputs
+from tasks.presets import resolve
 from tasks.retrieval.bm25 import build
 from tasks.retrieval.retriever import Bm25Retriever
 from tasks.rollout.agent import AgentLoop, Sampled, Unit

@@ -56,8 +56,9 @@ from infra.prefect_server import start_prefect, using_api
 from infra.processes import ProcessGroup, environment
 from tasks import artifacts, stages
 from tasks.cluster import ROLLOUT, workers_with
-from tasks.config import TrainConfig, resolve
+from tasks.config import TrainConfig
 from tasks.inputs import Inputs, load_inputs
+from tasks.presets import resolve
 from tasks.rollout.batches import Producer
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.worker import RolloutSpec

@@ -21,9 +21,9 @@ import torch
 from rich.progress import track
 from safetensors.numpy import load_file, save_file
 
-from tasks.config import resolve
 from tasks.data.miniature import generate
 from tasks.data.questions import from_row, pool
+from tasks.presets import resolve
 from tasks.training.policy import load_policy, load_tokenizer, resolve_model_dir, token_logprobs
 from tasks.weights.bits import Bits, to_bits
 from tasks.weights.codec import Change

@@ -44,7 +44,8 @@ from torch import Tensor
 
 from infra.cluster import worker_environment
 from infra.processes import ROOT, child_environment
-from tasks.config import TrainConfig, resolve
+from tasks.config import TrainConfig
+from tasks.presets import resolve
 from tasks.rollout.trajectory import Group, Trajectory
 from tasks.training.batching import Item, plan_update
 from tasks.training.examples import Example, group_examples
