@@ -20,6 +20,7 @@ from pathlib import Path
 from distributed import Client
 
 from infra.processes import Child, ProcessGroup
+from tasks.cluster import workers_of
 from tasks.config import ClusterConfig
 from tasks.errors import ClusterError
 
@@ -236,7 +237,7 @@ def wait_for_workers(client: Client, rollout: int, trainer: int, wait_s: float) 
 def _resources(client: Client) -> dict[str, int]:
     """Running workers by the resource they hold."""
     try:
-        workers = client.scheduler_info(n_workers=-1)["workers"].values()
+        workers = workers_of(client).values()
     except OSError as error:
         raise ClusterError(
             f"the Dask scheduler stopped answering ({error}); see its log and start it again"

@@ -43,11 +43,26 @@ class Attached:
     pool: WorkerPool | None = None
 
 
+def workers_of(client: Client) -> dict[str, dict[str, Any]]:
+    """Address -> what the scheduler knows of a worker, for all there are; asked of it now.
+
+    Not `Client.scheduler_info`: the client's own timer overwrites what that returns every two
+    seconds, with an answer that names no worker, also between its request and its return. A run
+    was so told that it had no trainers.
+
+    Raises:
+        OSError: the scheduler does not answer.
+    """
+    identity: Any = getattr(client.scheduler, "identity")  # noqa: B009 (made by __getattr__)
+    found: Any = client.sync(identity, n_workers=-1)
+    return found["workers"]
+
+
 def names_of(client: Client, resource: str) -> dict[str, str]:
     """Address -> name of the workers that offer a resource, ordered by name."""
     found = {
         address: str(info.get("name", address))
-        for address, info in client.scheduler_info(n_workers=-1)["workers"].items()
+        for address, info in workers_of(client).items()
         if info.get("resources", {}).get(resource)
     }
     return dict(sorted(found.items(), key=lambda item: item[1]))

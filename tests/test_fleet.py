@@ -23,7 +23,7 @@ from distributed import Client
 from infra.cluster import connect, start_scheduler, start_workers, wait_for_workers
 from infra.elastic import LocalPool
 from infra.processes import ROOT, ProcessGroup, child_environment
-from tasks.cluster import ROLLOUT, WorkerPool, workers_with
+from tasks.cluster import ROLLOUT, TRAINER, WorkerPool, names_of, workers_with
 from tasks.config import TrainConfig
 from tasks.errors import RewardError, RunClosed, UnitFailed
 from tasks.presets import resolve
@@ -139,6 +139,28 @@ def _collect_in_thread(fleet: Fleet, units: list[Unit]) -> tuple[threading.Threa
     return thread, groups, errors
 
 
+def test_every_look_at_the_cluster_sees_all_of_it(client: Client) -> None:
+    """Also while the client's own timer asks for the cluster without its workers."""
+    over = threading.Event()
+
+    def timer() -> None:
+        update: Callable[..., object] = client._update_scheduler_info
+        while not over.is_set():
+            client.sync(update)
+
+    threads = [threading.Thread(target=timer) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(200):
+            assert len(workers_with(client, ROLLOUT)) == WORKERS
+            assert len(workers_with(client, TRAINER)) == 1
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
 def test_all_units_of_several_steps_come_back_once(
     client: Client, config: TrainConfig, object_store: ObjectStore
 ) -> None:
@@ -216,7 +238,7 @@ def test_a_killed_workers_units_are_done_elsewhere_and_its_successor_serves(
 def test_a_straggler_does_not_hold_up_a_step_and_every_group_counts_once(
     client: Client, config: TrainConfig, object_store: ObjectStore
 ) -> None:
-    slow = client.scheduler_info(n_workers=-1)["workers"][workers_with(client, ROLLOUT)[0]]["name"]
+    slow = next(iter(names_of(client, ROLLOUT).values()))
     shape = noop.Shape(tokens=60, pause_s=0.05, slow=slow, slow_s=8.0)
     with _fleet(client, config, object_store.location, "straggler", shape) as fleet:
         assert _eventually(lambda: _loops(client) == WORKERS, START_S)

@@ -38,6 +38,7 @@ from infra.processes import (
     stop_children,
 )
 from infra.state import Record, home_folder, living_services, locked, read_record, write_record
+from tasks.cluster import workers_of
 from tasks.errors import ClusterError, ConfigError, ServiceError
 from tasks.presets import resolve
 from tasks.store import ObjectStore
@@ -299,7 +300,7 @@ class TestUpStatusDown:
     def test_worker_environment(self, standing: Path) -> None:
         config = resolve("tiny")
         with services(config, standing) as found, connect(found.scheduler, 20) as client:
-            info = client.scheduler_info(n_workers=-1)["workers"]
+            info = workers_of(client)
             seen: Any = client.run(_worker_environment)
             assert sorted(worker["name"] for worker in info.values()) == [
                 *("rollout-0", "trainer-0", "trainer-1")
