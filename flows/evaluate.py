@@ -195,7 +195,7 @@ def _scores(cluster: Attached, inputs: Inputs, target: Target) -> tuple[Scores, 
         evaluated = evaluate_version(opened.fleet, inputs, version, steps)
         made = evaluated.record
         cluster.log.info("%s: %s", target.name, made.line())
-        history.evaluations.append(made)
+        history.add_evaluation(made)
         report = artifacts.evaluation(opened.name, inputs, opened.store, history, evaluated)
     found = Scores(
         of=target.name,

@@ -73,7 +73,7 @@ def train(
                 updated = stages.at(stages.update, step)(run, batch)
                 released = stages.at(stages.publish, step)(run, updated)
                 stages.record(run, batch, updated, released)
-                if run.due(config.evaluation.every):
+                if run.due(config.evaluation.every) and not run.evaluated:
                     stages.at(stages.evaluate, step)(run, released)
                 if run.due(config.training.checkpoint_every):
                     stages.at(stages.checkpoint, step)(run, released)

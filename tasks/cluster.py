@@ -17,6 +17,8 @@ Log = logging.Logger | logging.LoggerAdapter
 
 ROLLOUT = "ROLLOUT"
 TRAINER = "TRAINER"
+RESTART_S = 20.0
+"""Seconds a nanny has to kill its worker."""
 
 
 class WorkerPool(Protocol):
@@ -71,6 +73,24 @@ def names_of(client: Client, resource: str) -> dict[str, str]:
 def workers_with(client: Client, resource: str) -> list[str]:
     """Addresses of the workers that offer a resource, ordered by worker name."""
     return list(names_of(client, resource))
+
+
+def restart(client: Client, addresses: Sequence[str]) -> None:
+    """Kills the processes of these workers, frozen ones too; their nannies start new ones, which
+    join when they are up. Workers that have gone already are left out.
+
+    Raises:
+        OSError: the scheduler does not answer.
+    """
+    remote: Any = getattr(client.scheduler, "restart_workers")  # noqa: B009
+    client.sync(
+        remote,
+        workers=list(addresses),
+        timeout=RESTART_S,
+        wait_for_workers=False,
+        on_error="return",
+        stimulus_id="kindling-restart",
+    )
 
 
 def _call(address: str, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:

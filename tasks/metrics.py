@@ -160,16 +160,31 @@ class History:
         """The evaluation of the policy that has been trained so many steps."""
         return next((e for e in reversed(self.evaluations) if e.step == step), None)
 
+    def add_step(self, record: StepRecord) -> None:
+        """Takes a step's record. One that a resumed run has repeated to the same version stays as
+        it was, with the seconds its sampling took; where it came to another version, what was
+        recorded from there on belongs to a line that is left."""
+        there = next((one for one in self.steps if one.step == record.step), None)
+        if there is not None and there.version == record.version:
+            return
+        self.steps[:] = [one for one in self.steps if one.step < record.step] + [record]
+        self.evaluations[:] = [one for one in self.evaluations if one.step <= record.step]
+
+    def add_evaluation(self, record: Evaluation) -> None:
+        """Takes an evaluation; it replaces one of the same step."""
+        kept = [one for one in self.evaluations if one.step != record.step]
+        self.evaluations[:] = sorted([*kept, record], key=lambda one: one.step)
+
     @staticmethod
-    def before(step: float, data: bytes) -> History:
-        """What `to_jsonl` wrote, less what happened from `step` on: where a resumed run goes on."""
+    def from_jsonl(data: bytes) -> History:
+        """What `to_jsonl` wrote."""
         history = History()
         for line in data.decode().splitlines():
             row = json.loads(line)
             kind = row.pop("kind")
-            if kind == "step" and row["step"] < step:
+            if kind == "step":
                 history.steps.append(StepRecord(**{**row, "batch": BatchStats(**row["batch"])}))
-            elif kind == "evaluation" and row["step"] <= step:
+            elif kind == "evaluation":
                 history.evaluations.append(_evaluation(row))
         return history
 

@@ -7,7 +7,6 @@ warm and free for the next.
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +19,10 @@ from pydantic import ValidationError
 
 from tasks.cluster import Attached, Log
 from tasks.config import TrainConfig
-from tasks.errors import ConfigError, StoreConflict
+from tasks.errors import ConfigError, RunClosed, StoreConflict
 from tasks.inputs import Inputs, ensure_index
 from tasks.metrics import History
+from tasks.rollout.accepted import AcceptedLog
 from tasks.rollout.batches import Producer
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.worker import RolloutSpec
@@ -53,7 +53,8 @@ class Run:
     Attributes:
         version: published last, and what is sampled next.
         published: the versions this process saw published, oldest first; the first is an anchor.
-        next_step: the first step that has not been trained.
+        next_step: the first step that this flow has not trained. A resumed one begins after the
+            last checkpoint, and repeats what the run had done since.
     """
 
     def __init__(
@@ -67,7 +68,6 @@ class Run:
         log: Log,
         next_step: int = 0,
         history: History | None = None,
-        resumed: checkpoint.Checkpoint | None = None,
     ) -> None:
         self.name = name
         self.inputs = inputs
@@ -77,7 +77,6 @@ class Run:
         self.producer = producer
         self.log = log
         self.next_step = next_step
-        self.resumed = resumed
         self.version = -1
         self.published: list[Published] = []
         self.history = history or History()
@@ -94,7 +93,8 @@ class Run:
     @property
     def evaluated(self) -> bool:
         """Whether the policy as it stands has been evaluated: a resumed run's may have been."""
-        return self.history.evaluation_at(self.next_step) is not None
+        found = self.history.evaluation_at(self.next_step)
+        return found is not None and found.version == self.version
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps is due after the step just trained."""
@@ -135,29 +135,36 @@ def open_run(
         resume: name of the run to go on with; None: a new one.
 
     Raises:
-        ConfigError: `resume` names no run, one with other settings, or one without a checkpoint.
+        ConfigError: `resume` names no run, or one with other settings.
         RunClosed: that run is open in another flow.
-        GangError, ClusterError: the cluster lacks workers.
+        ClusterError: the cluster lacks workers.
     """
     store = ObjectStore(cluster.store)
     config, log, cache = inputs.config, cluster.log, str(cluster.cache_dir)
     name = resume or new_name(preset)
-    made = _resumable(store, name, config) if resume else _record(store, name, config, policy)
+    if resume:
+        check_resumable(store, name, config)
+    else:
+        _record(store, name, config, policy)
     if ensure_index(inputs, store):
         log.info("built the BM25 index over %d passages", len(inputs.passages))
-    start = made.step if made else 0
+    life = _begin_life(store, name)
     fleet = Fleet(
         cluster.client,
-        RolloutSpec(name, name, config, cluster.store, inputs.index_key, cache),
+        RolloutSpec(name, name, config, cluster.store, inputs.index_key, cache, life),
         log,
         cluster.pool,
+        accepted=AcceptedLog(store, name, life),
     )
     try:
-        spec = TrainerSpec(name, config, cluster.store, cache, resume is not None, policy)
-        trainers = Trainers(cluster.client, spec, _this_host(cluster.client))
+        # Only now: until the last flow's lease had run out it might still have moved on.
+        made = checkpoint.latest(store, name)
+        start = made.step if made else 0
+        host = _this_host(cluster.client)
+        spec = TrainerSpec(name, life, config, cluster.store, cache, policy)
+        trainers = Trainers(cluster.client, spec, host, fleet.claim_trainers, log, made)
         try:
             producer = Producer(config.training.steps, STALENESS_BOUND, start)
-            history = _history_before(store, name, start) if made else History()
             yield Run(
                 name,
                 inputs,
@@ -167,8 +174,7 @@ def open_run(
                 producer,
                 log,
                 start,
-                resumed=made,
-                history=history,
+                history=history_of(store, name),
             )
         finally:
             trainers.close()
@@ -241,7 +247,7 @@ def history_of(store: ObjectStore, run: str) -> History:
     """A run's history as its metrics have it; empty where it has none."""
     if not store.exists(metrics_key(run)):
         return History()
-    return History.before(math.inf, store.get(metrics_key(run)))
+    return History.from_jsonl(store.get(metrics_key(run)))
 
 
 def _this_host(client: Client) -> str:
@@ -272,11 +278,26 @@ def _record(store: ObjectStore, name: str, config: TrainConfig, policy: str | No
         raise ConfigError(f"run {name!r} exists already; resume it or start another") from error
 
 
-def _history_before(store: ObjectStore, name: str, step: int) -> History:
-    return History.before(step, store.get(metrics_key(name)))
+def _begin_life(store: ObjectStore, name: str) -> int:
+    """Notes that the run is opened once more; how often it was before.
+
+    Raises:
+        RunClosed: another flow opens it at the same moment.
+    """
+    life = len(store.list(f"runs/{name}/lives/"))
+    about = {"opened": datetime.now(UTC).isoformat(timespec="seconds")}
+    try:
+        store.create(f"runs/{name}/lives/{life:04d}.json", json.dumps(about).encode())
+    except StoreConflict as error:
+        raise RunClosed(f"run {name!r} is being opened by another flow; cancel one") from error
+    return life
 
 
-def _resumable(store: ObjectStore, name: str, config: TrainConfig) -> checkpoint.Checkpoint:
+def check_resumable(store: ObjectStore, name: str, config: TrainConfig) -> None:
+    """
+    Raises:
+        ConfigError: there is no such run, or it has other settings; names them.
+    """
     record = recorded(store, name)
     if record is None:
         raise ConfigError(
@@ -289,10 +310,6 @@ def _resumable(store: ObjectStore, name: str, config: TrainConfig) -> checkpoint
             f"run {name!r} cannot be resumed with other settings: {'; '.join(changed)}; repeat its "
             "own preset and overrides (run.json beside it has them), or start a new run"
         )
-    made = checkpoint.latest(store, name)
-    if made is None:
-        raise ConfigError(f"run {name!r} ended before its first checkpoint; start a new run")
-    return made
 
 
 def _as_now(then: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
+from prefect.states import State
 
 from tasks import artifacts
 from tasks.cluster import Attached
-from tasks.errors import MismatchError
+from tasks.errors import GangError, MismatchError
 from tasks.evaluation.held_out import evaluate_version
 from tasks.inputs import Inputs
 from tasks.metrics import BatchStats, Evaluation, StepRecord, batch_stats
@@ -30,6 +31,8 @@ from tasks.training import stored_policy
 from tasks.weights.commit import Published
 
 T = TypeVar("T")
+GANG_RETRIES = 3
+"""How often one stage forms the gang anew: a batch that kills its ranks must not do so for ever."""
 
 
 def at(stage: Task[Any, T], step: int) -> Task[Any, T]:
@@ -71,6 +74,20 @@ class Released:
     seconds: float
 
 
+def _gang_broke(task: Any, task_run: Any, state: State[Any]) -> bool:
+    """Whether a stage failed because a trainer rank did: it is tried again with a new gang."""
+    return isinstance(state.result(raise_on_failure=False), GangError)
+
+
+gang_task = task(
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=GANG_RETRIES,
+    retry_condition_fn=_gang_broke,
+)
+"""A stage on the trainer gang. A broken gang shows as this task's retry, with its reason."""
+
+
 def base_policy(cluster: Attached, inputs: Inputs, resume: str | None = None) -> str | None:
     """The warm-started policy the configuration asks for, made where the store lacks it.
 
@@ -99,12 +116,10 @@ def warm_start(make: Callable[[], None]) -> None:
     make()
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@gang_task
 def prepare(run: Run) -> Released:
-    """Stands the trainers where the run starts, and publishes that as its first version here."""
+    """Forms the trainer gang where the run starts, and publishes that as its first version."""
     began = time.perf_counter()
-    if run.resumed is not None:
-        run.trainers.restore(run.resumed)
     published = run.trainers.publish(run.next_step)
     run.note(published)
     run.progress_id = artifacts.start_progress()
@@ -167,7 +182,7 @@ def _refilled(
     return trained, batch_stats(refill.sampled, dropped, refill.refilled, len(trained))
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@gang_task
 def update(run: Run, batch: Batch) -> Updated:
     """The gang takes the batch's optimizer steps."""
     began = time.perf_counter()
@@ -180,11 +195,11 @@ def update(run: Run, batch: Batch) -> Updated:
     return Updated(batch.step, metrics, time.perf_counter() - began)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@gang_task
 def publish(run: Run, updated: Updated) -> Released:
     """The gang publishes what it holds as the next version."""
     began = time.perf_counter()
-    published = run.trainers.publish(updated.step)
+    published = run.trainers.publish(updated.step + 1)
     run.note(published)
     run.next_step = updated.step + 1
     return Released(updated.step, published, time.perf_counter() - began)
@@ -194,7 +209,7 @@ def publish(run: Run, updated: Updated) -> Released:
 def evaluate(run: Run, released: Released) -> Evaluation:
     """Every held-out question at the published version, greedy and sampled."""
     evaluated = evaluate_version(run.fleet, run.inputs, released.published.version, run.next_step)
-    run.history.evaluations.append(evaluated.record)
+    run.history.add_evaluation(evaluated.record)
     run.save_history()
     run.log.info(evaluated.record.line())
     report = artifacts.evaluation(run.name, run.inputs, run.store, run.history, evaluated)
@@ -203,7 +218,7 @@ def evaluate(run: Run, released: Released) -> Evaluation:
     return evaluated.record
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@gang_task
 def checkpoint(run: Run, released: Released) -> None:
     """The gang's state after this step, from which `resume` goes on."""
     run.trainers.save_checkpoint(run.next_step, {"version": released.published.version})
@@ -232,7 +247,7 @@ def record(run: Run, batch: Batch, updated: Updated, released: Released) -> Step
         delta_bytes=released.published.delta_bytes,
         full_bytes=released.published.full_bytes,
     )
-    run.history.steps.append(step)
+    run.history.add_step(step)
     run.save_history()
     run.log.info(step.line())
     artifacts.progress(run)

@@ -6,6 +6,7 @@ the way to the trainer ranks. Groups are made of random but valid ids and log-pr
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -37,7 +38,8 @@ from tasks.rollout.trajectory import (
 from tasks.rollout.worker import Resident, RolloutSpec
 from tasks.store import ObjectStore
 from tasks.training.batching import plan_update
-from tasks.training.gang import Gang, WorkerJoined, advance
+from tasks.training.claims import Claim, claim
+from tasks.training.gang import RankReady, advance
 from tasks.training.member import TrainerSpec
 from tasks.training.policy import load_tokenizer
 from tasks.training.trainers import Trainers
@@ -299,37 +301,41 @@ class NoopTrainers(Trainers):
     """Calls its ranks as `Trainers` does; they read and take apart their groups, and no more."""
 
     def __init__(self, client: Client, spec: TrainerSpec, shape: Shape) -> None:
-        self._client = client
-        self._spec = spec
+        def all_there_are(size: int) -> Claim:
+            return claim(size, workers_with(client, TRAINER), (), {})
+
+        super().__init__(client, spec, "127.0.0.1", all_there_are, logging.getLogger(__name__))
         self._shape = shape
-        self._gang = Gang(spec.config.cluster.trainer_ranks)
-        for address in workers_with(client, TRAINER):
-            self._gang = advance(self._gang, WorkerJoined(address))
-        self._epoch = self._gang.epoch
         self._version = -1
-        self.base_loads = 0
+
+    def _stand(self) -> None:
+        if self._gang.state == "waiting":
+            self._await_workers()
+            for rank in range(self._gang.size):
+                self._gang = advance(self._gang, RankReady(self._gang.epoch, rank))
 
     def update(self, step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
+        self._stand()
         return self._call(
-            f"update-{step}",
-            noop_update,
-            lambda rank: (self._spec, self._shape, rank, step, list(groups)),
+            f"update-{step}", noop_update, self._spec, self._shape, step, list(groups)
         )[0]
 
-    def publish(self, step: int) -> Published:
+    def publish(self, trained: int) -> Published:
+        self._stand()
         self._version += 1
-        return self._call(
-            f"publish-{step}", noop_publish, lambda _: (self._spec.run, self._version)
-        )[0]
-
-    def close(self) -> None:
-        pass
+        return self._call(f"publish-{trained}", noop_publish, self._version)[0]
 
 
 def noop_update(
-    spec: TrainerSpec, shape: Shape, rank: int, step: int, groups: Sequence[GroupSummary]
+    run: str,
+    epoch: int,
+    spec: TrainerSpec,
+    shape: Shape,
+    step: int,
+    groups: Sequence[GroupSummary],
 ) -> dict[str, float]:
     """A rank's part of `tasks.training.member.update` without the training."""
+    rank = int(str(this_worker().name).rsplit("-", 1)[1])
     training = spec.config.training
     plan = plan_update(
         groups,
@@ -353,7 +359,7 @@ def noop_update(
     return {"loss": 0.0, "grad_norm": 0.0, "mismatch_kl": 0.0, "tokens": float(tokens)}
 
 
-def noop_publish(run: str, version: int) -> Published:
+def noop_publish(run: str, epoch: int, version: int) -> Published:
     ref = ManifestRef(version=version, manifest="0" * 64)
     return Published(
         run=run,

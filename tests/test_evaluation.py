@@ -244,7 +244,7 @@ def test_a_history_comes_back_with_its_evaluations() -> None:
     made = [group(q, trajectory(q, "1942")) for q in ASKED]
     last, _ = evaluation(ASKED, {"greedy": made, "sampled": made}, step=10)
     before = history(10, last)
-    after = History.before(10, before.to_jsonl())
+    after = History.from_jsonl(before.to_jsonl())
     assert after.evaluations[-1] == last
     assert after.steps == before.steps
     assert after.evaluation_at(10) == last
@@ -258,7 +258,7 @@ def test_records_of_a_run_from_before_these_fields_can_be_read() -> None:
     for new in ("rows", "seconds"):
         del row[new]
     del row["greedy"]["gold_recall"]
-    (found,) = History.before(1, json.dumps(row).encode()).evaluations
+    (found,) = History.from_jsonl(json.dumps(row).encode()).evaluations
     assert found.rows == ()
     assert found.greedy.gold_recall is None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,10 @@ class FolderStore:
             return (self.folder / key).read_bytes()
         except FileNotFoundError:
             raise StoreError(f"{key} is not in the store") from None
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            (self.folder / key).unlink()
 
     def list(self, prefix: str = "") -> list[str]:
         files = (p for p in self.folder.rglob("*") if p.is_file())

@@ -4,7 +4,8 @@
 and `WorkerQueue` a worker's. Waiting is a long poll answered by the scheduler's event loop, so
 nobody sleeps. A run is open as long as its flow renews its lease; a flow that was killed stops
 renewing (or its client disconnects, which closes the run at once), and every worker then learns at
-its next call that the run is closed. A worker keeps its units as long as it calls: one that dies is
+its next call that the run is closed. With its lease a run also holds the trainer workers it has
+claimed. A worker keeps its units as long as it calls: one that dies is
 seen by Dask at once, one that hangs as a whole is missed after `queue.WORKER_SILENT_S`.
 """
 
@@ -13,15 +14,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distributed import Client, Scheduler, Worker
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.utils import sync
 
+from tasks.cluster import TRAINER
 from tasks.errors import RunClosed
 from tasks.rollout.queue import WORKER_SILENT_S, UnitQueue, Wire
+from tasks.training.claims import Claim, claim
 
 POLL_S = 2.0
 """Seconds a long poll lasts at most."""
@@ -49,6 +52,7 @@ class _OpenRun:
     deadline: float
     client: str
     events: list[Wire] = field(default_factory=list)
+    trainers: tuple[str, ...] = ()
     # Two, so that a result wakes the flow and not every idle worker.
     work: asyncio.Event = field(default_factory=asyncio.Event)
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,6 +91,7 @@ class QueueBoard(SchedulerPlugin):
             self.kindling_alive,
             self.kindling_load,
             self.kindling_retire,
+            self.kindling_claim_trainers,
             self.kindling_close,
         ):
             scheduler.handlers[method.__name__] = method
@@ -192,6 +197,18 @@ class QueueBoard(SchedulerPlugin):
         state.wake_workers()
         return retired
 
+    async def kindling_claim_trainers(self, run: str, size: int) -> Wire:
+        """`claims.Claim` of this run; what it held before and does not get again is free."""
+        state = self._get(run)
+        now = time.monotonic()
+        others = {n: r.trainers for n, r in self._runs.items() if n != run and r.deadline > now}
+        assert self._scheduler is not None
+        offering = [w for w in self._scheduler.workers.values() if w.resources.get(TRAINER)]
+        present = [w.address for w in sorted(offering, key=lambda worker: str(worker.name))]
+        made = claim(size, present, state.trainers, others)
+        state.trainers = made.workers
+        return asdict(made)
+
     async def kindling_collect(self, run: str, done: int, events: int) -> Wire:
         """Results and events after the first `done` and `events`; waits `POLL_S` at most."""
         state = self._get(run)
@@ -255,6 +272,11 @@ class FlowQueue:
     def retire(self, worker: str) -> bool:
         """Whether the worker holds no unit; it then gets none any more, and its loop ends."""
         return self._call("kindling_retire", worker=worker)
+
+    def claim_trainers(self, size: int) -> Claim:
+        """Has this run hold so many trainer workers, or none, until it closes or claims again."""
+        found = self._call("kindling_claim_trainers", size=size)
+        return Claim(**{**found, "workers": tuple(found["workers"])})
 
     def close(self) -> None:
         self._call("kindling_close")

@@ -14,6 +14,7 @@ from distributed import Client, Future
 
 from tasks.cluster import ROLLOUT, WorkerPool, submit_to, workers_with
 from tasks.errors import ClusterError, KindlingError, RewardError, RunClosed, UnitFailed
+from tasks.rollout.accepted import AcceptedLog, batch_of
 from tasks.rollout.agent import Unit
 from tasks.rollout.batches import summary_from_wire
 from tasks.rollout.board import FlowQueue
@@ -21,6 +22,7 @@ from tasks.rollout.elastic import Scaler
 from tasks.rollout.queue import Wire
 from tasks.rollout.trajectory import GroupSummary
 from tasks.rollout.worker import RolloutSpec, serve_run
+from tasks.training.claims import Claim
 
 RENEW_S = 10.0
 LOOK_AGAIN_S = 2.0
@@ -32,6 +34,7 @@ class Fleet:
     Attributes:
         loads: what the workers loaded for this run: engines, indexes, anchors.
         applied: the workers' reports of applied versions, in order.
+        reused: results that an earlier flow of this run had accepted, and nobody sampled again.
     """
 
     def __init__(
@@ -41,8 +44,20 @@ class Fleet:
         log: logging.Logger | logging.LoggerAdapter,
         pool: WorkerPool | None = None,
         serve: Callable[[RolloutSpec], None] = serve_run,
+        accepted: AcceptedLog | None = None,
     ) -> None:
+        """
+        Args:
+            pool: where more workers come from. serve: the loop of a worker.
+            accepted: where results are written down, and earlier ones are found.
+
+        Raises:
+            RunClosed: the run is open in another flow.
+        """
         self._client = client
+        self._accepted = accepted
+        self._known: dict[str, dict[str, Wire]] = {}
+        self.reused = 0
         self._spec = spec
         self._log = log
         self._serve = serve
@@ -66,8 +81,25 @@ class Fleet:
         self._serve_everywhere()
 
     def offer(self, units: Sequence[Unit]) -> None:
-        """Puts units into the queue."""
-        self._queue.offer([asdict(unit) for unit in units])
+        """Puts units into the queue, but for those of which there is a result at that version."""
+        self._queue.offer([asdict(unit) for unit in units if not self._is_known(unit)])
+
+    def _is_known(self, unit: Unit) -> bool:
+        batch = batch_of(unit.unit_id)
+        if self._accepted is None:
+            return False
+        if batch not in self._known:
+            self._known = {batch: self._accepted.read(batch)}  # batches come one after another
+        result = self._known[batch].get(unit.unit_id)
+        if result is None or result["version"] != unit.version:
+            return False
+        self._take(result)
+        self.reused += 1
+        return True
+
+    def claim_trainers(self, size: int) -> Claim:
+        """Has this run hold so many trainer workers, or none, as long as it is open."""
+        return self._queue.claim_trainers(size)
 
     def collect(
         self, unit_ids: Sequence[str], progress: Callable[[int], None] | None = None
@@ -94,6 +126,8 @@ class Fleet:
             if len(there) + len(dropped) == len(unit_ids):
                 return [self._groups.pop(unit_id) for unit_id in there]
             done, events, failed = self._queue.collect()
+            if done and self._accepted is not None:
+                self._accepted.append(done)
             for result in done:
                 self._take(result)
             for event in events:

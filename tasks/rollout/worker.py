@@ -53,6 +53,7 @@ class RolloutSpec:
 
     weights_run: whose versions the units name; another than `run` in an evaluation by itself.
     index_key: of the index to search; None where config.retrieval.url does.
+    life: how often the run was opened before; a part of its groups' keys.
     """
 
     run: str
@@ -61,6 +62,7 @@ class RolloutSpec:
     store: StoreLocation
     index_key: str | None
     cache_dir: str
+    life: int = 0
 
 
 @dataclass(slots=True)
@@ -341,11 +343,13 @@ class Resident:
             try:
                 group = self._reward.judge(sampled, self._spec.config.rollout.format_bonus)
             except RewardError as error:
-                self._results.put({"unit_id": unit.unit_id, "dropped": str(error)})
+                dropped = {"unit_id": unit.unit_id, "version": unit.version, "dropped": str(error)}
+                self._results.put(dropped)
                 return self._reporter.submit(self._report)
         # The attempt's own key: a second one of the same unit must not write over what the queue
         # has accepted of the first.
-        key = f"runs/{self._spec.run}/groups/{group.unit_id}-{unit.attempt}.safetensors"
+        attempt = f"{self._spec.life}.{unit.attempt}"
+        key = f"runs/{self._spec.run}/groups/{group.unit_id}-{attempt}.safetensors"
         self._store.put(key, group_to_bytes(group))
         summary = GroupSummary(
             unit_id=group.unit_id,

@@ -28,6 +28,8 @@ FORMAT = 1
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 # Ranges are cut so that no object is larger than this: what a rank holds twice while it saves.
 OBJECT_BYTES = 128 * 2**20
+KEPT = 2
+"""Checkpoints of a run that are kept: the one before the newest too, in case that is damaged."""
 _MANIFEST = re.compile(r"runs/(?P<run>.+)/checkpoints/(?P<step>\d{8})\.json")
 
 
@@ -39,6 +41,7 @@ class Store(Protocol):
     def put(self, key: str, data: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
     def list(self, prefix: str = "") -> list[str]: ...
+    def delete(self, keys: Iterable[str]) -> None: ...
 
 
 class Range(NamedTuple):
@@ -159,9 +162,23 @@ def commit(
 
 def latest(store: Store, run: str) -> Checkpoint | None:
     """The committed checkpoint of a run with the highest step, or None."""
-    found = [run_and_step(key) for key in store.list(f"runs/{run}/checkpoints/")]
-    steps = [one[1] for one in found if one and one[0] == run]
+    keys = [key for key in store.list(f"runs/{run}/checkpoints/") if _of_run(key, run)]
+    steps = [found[1] for key in keys if (found := run_and_step(key))]
     return read(store, run, max(steps)) if steps else None
+
+
+def expire(store: Store, run: str, keep: int = KEPT) -> None:
+    """Delete the manifests of all but the newest checkpoints of a run.
+
+    Their objects go with the next garbage collection, where nothing else names them.
+    """
+    keys = [key for key in store.list(f"runs/{run}/checkpoints/") if _of_run(key, run)]
+    store.delete(sorted(keys)[:-keep])
+
+
+def _of_run(key: str, run: str) -> bool:
+    found = run_and_step(key)
+    return found is not None and found[0] == run
 
 
 def read(store: Store, run: str, step: int) -> Checkpoint:

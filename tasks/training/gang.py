@@ -57,7 +57,8 @@ Event: TypeAlias = WorkerJoined | WorkerLost | RankReady | RankFailed | EpochEnd
 @dataclass(frozen=True, slots=True)
 class Gang:
     """`workers`: healthy trainer workers in order of arrival; `members`: the epoch's, by rank;
-    `ready`: its ranks that have joined; `reason`: why it is broken."""
+    `ready`: its ranks that have joined; `reason`: why it is broken; `former`: the members of the
+    last epoch, whose survivors keep their ranks, since a rank's place decides what it has read."""
 
     size: int
     epoch: int = 0
@@ -66,6 +67,7 @@ class Gang:
     members: tuple[str, ...] = ()
     ready: frozenset[int] = frozenset()
     reason: str = ""
+    former: tuple[str, ...] = ()
 
     @property
     def missing(self) -> int:
@@ -102,13 +104,17 @@ def advance(gang: Gang, event: Event) -> Gang:
         case EpochEnded(epoch):
             if epoch != gang.epoch or gang.state == "waiting":
                 return gang
-            return _form(replace(gang, state="waiting", members=(), ready=frozenset(), reason=""))
+            ended = replace(gang, state="waiting", ready=frozenset(), reason="")
+            return _form(replace(ended, members=(), former=gang.members))
 
 
 def _form(gang: Gang) -> Gang:
     if gang.state != "waiting" or len(gang.workers) < gang.size:
         return gang
-    members = gang.workers[: gang.size]
+    kept = [worker if worker in gang.workers else None for worker in gang.former]
+    kept = kept or [None] * gang.size
+    fresh = iter([worker for worker in gang.workers if worker not in kept])
+    members = tuple(next(fresh) if worker is None else worker for worker in kept)
     return replace(gang, state="forming", epoch=gang.epoch + 1, members=members)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tasks.errors import GangError
 
 _EPOCH = "epoch"
+_NONE = 0
 _POLL_S = 0.05
 _CPU, _CUDA = "gloo", "cpu:gloo,cuda:nccl"
 
@@ -42,18 +43,33 @@ class GangCoordinator:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        self._store.set(_EPOCH, "0")
+        self._last = 0
+        self._store.set(_EPOCH, str(_NONE))
 
     def new_epoch(self) -> int:
         """Begin an epoch: from now on ranks of older ones are refused. Epochs count from 1."""
-        return int(self._open().add(_EPOCH, 1))
+        self._last += 1
+        self._open().set(_EPOCH, str(self._last))
+        return self._last
+
+    def end_epoch(self) -> None:
+        """No epoch is current until the next begins: ranks that join or work now give up."""
+        self._open().set(_EPOCH, str(_NONE))
 
     def missing(self, epoch: int, world: int) -> list[int]:
         """Ranks that have not yet come to join this epoch."""
         return _missing(self._open(), epoch, world)
 
+    def beats(self, epoch: int, world: int) -> list[int]:
+        """How often each rank of the epoch has said that it lives; 0: it has not begun."""
+        store = self._open()
+        keys = [alive_key(epoch, rank) for rank in range(world)]
+        return [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+
     def close(self) -> None:
-        """Stop listening. Groups that have formed keep working."""
+        """End the epoch and stop listening: ranks still at work stop when they next ask."""
+        if self._store is not None:
+            self._store.set(_EPOCH, str(_NONE))
         self._store = None
 
     def _open(self) -> dist.TCPStore:
@@ -137,6 +153,16 @@ def gang_failures(where: str) -> Iterator[None]:
         raise GangError(f"{where}: a peer is gone: {error}") from error
 
 
+def current_epoch(store: dist.TCPStore) -> int:
+    """The epoch that a coordinator is at; 0: none."""
+    return int(store.get(_EPOCH))
+
+
+def alive_key(epoch: int, rank: int) -> str:
+    """Where a rank counts its signs of life."""
+    return f"alive/{epoch}/{rank}"
+
+
 def check_place(rank: int, world: int) -> None:
     """Refuse to work in another process group, or in another place of it, than one was built for.
 
@@ -170,9 +196,9 @@ def check_address(rank: int, expected: str, actual: str) -> None:
 def _await_all(store: dist.TCPStore, epoch: int, world: int, timeout_s: float, where: str) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
-        current = int(store.get(_EPOCH))
+        current = current_epoch(store)
         if current != epoch:
-            raise GangError(f"{where}: refused, the coordinator is at epoch {current}")
+            raise GangError(f"{where}: refused, the coordinator is at epoch {current} (0: none)")
         missing = _missing(store, epoch, world)
         if not missing:
             return

@@ -6,43 +6,54 @@ runs. Every function here runs on all ranks of an epoch at once, since all of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tasks.config import TrainConfig
-from tasks.errors import GangError, KindlingError
+from tasks.errors import GangError, KindlingError, MismatchError, NotFiniteError
 from tasks.rollout.trajectory import Group, GroupSummary, group_from_bytes
 from tasks.store import ObjectStore, StoreLocation
 from tasks.training import checkpoint
 from tasks.training.batching import plan_update
-from tasks.training.group import gang_failures, join
+from tasks.training.group import gang_failures, join, leave
+from tasks.training.heartbeat import Heartbeat
 from tasks.training.policy import resolve_model_dir
 from tasks.training.rank import TrainerRank
 from tasks.warm import warm
-from tasks.weights.commit import Published
+from tasks.weights.commit import TRAINED, Published, commit, differing, load_manifest, read_ref
 from tasks.weights.final import fetch_checkpoint
-from tasks.weights.publisher import PreparedPart, RankPublisher, commit
+from tasks.weights.manifest import ManifestRef
+from tasks.weights.parts import DeviceShard, LocalShard, PreparedPart
+from tasks.weights.publisher import RankPublisher, survey
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
     """What a rank is told of a run; small, and without credentials.
 
-    policy: prefix in the store of the warm-started policy to begin with; None takes model.path.
+    life: how often the run was opened before. policy: prefix in the store of the warm-started
+    policy to begin with; None takes model.path.
     """
 
     run: str
+    life: int
     config: TrainConfig
     store: StoreLocation
     cache_dir: str
-    resume: bool
     policy: str | None
+
+    def fence(self, epoch: int) -> str:
+        """What an epoch's commits carry, and the run's head only while it is the current one."""
+        return f"{self.life}.{epoch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +68,31 @@ class Meeting:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank in its epoch, with all that belongs to it."""
+
+    rank: TrainerRank
+    publisher: RankPublisher
+    store: ObjectStore
+    spec: TrainerSpec
+    meeting: Meeting
+    heartbeat: Heartbeat
+
+
 class Member:
-    """A trainer worker's warm state: the rank, and the publisher of the run it serves."""
+    """A trainer worker's warm state: the rank, and its place in the epoch it serves."""
 
     def __init__(self) -> None:
         self.rank: TrainerRank | None = None
-        self.publisher: RankPublisher | None = None
-        self.store: ObjectStore | None = None
-        self.spec: TrainerSpec | None = None
+        self.place: Place | None = None
 
     def form(self, spec: TrainerSpec, meeting: Meeting) -> int:
         """Joins the epoch and stands at the base weights; returns how often they were loaded."""
+        if self.place is not None:
+            self.place.heartbeat.stop()
+            self.place = None
+        heartbeat = Heartbeat(meeting.address, meeting.port, meeting.epoch, meeting.rank)
         store = ObjectStore(spec.store)
         models = Path(spec.cache_dir) / "models"
         model_dir = (
@@ -92,38 +117,74 @@ class Member:
             loads -= self.rank.base_loads
             self.rank.reset(spec.config, meeting.rank, meeting.world)
         loads += self.rank.base_loads
-        self.store = store
-        self.publisher = RankPublisher(self.store, spec.run, meeting.rank, resume=spec.resume)
-        self.spec = spec
+        # A run goes on from its head; only one that has none yet begins with version 0.
+        begun = read_ref(store, spec.run) is not None
+        publisher = RankPublisher(store, spec.run, meeting.rank, resume=begun)
+        self.place = Place(self.rank, publisher, store, spec, meeting, heartbeat)
         return loads
 
-    def ready(self) -> tuple[TrainerRank, RankPublisher, ObjectStore, TrainerSpec]:
-        """The rank and all that belongs to it.
+    def leave(self) -> None:
+        """Out of the process group: peers that wait for this rank in a collective learn of it."""
+        if self.place is not None:
+            self.place.heartbeat.stop()
+        self.place = None
+        leave()
 
-        Raises:
-            GangError: this process never formed a gang.
-        """
-        if not (self.rank and self.publisher and self.store and self.spec):
-            raise GangError("this worker holds no rank: it was restarted since the gang formed")
-        return self.rank, self.publisher, self.store, self.spec
+
+@contextmanager
+def _in_epoch(run: str, epoch: int, stage: str) -> Iterator[Place]:
+    """The worker's place in this epoch of the run, for one stage.
+
+    What only this rank raises must not leave the others waiting: it leaves the group. What all
+    raise alike (`MismatchError`, `NotFiniteError`) breaks nothing.
+
+    Raises:
+        GangError: this process holds no place in that epoch; or a peer is gone.
+    """
+    member = warm("trainer", Member)
+    place = member.place
+    if place is None or (place.spec.run, place.meeting.epoch) != (run, epoch):
+        held = "none" if place is None else f"epoch {place.meeting.epoch} of {place.spec.run!r}"
+        raise GangError(
+            f"called to {stage} in epoch {epoch} of run {run!r}, and this worker's place is "
+            f"{held}: it was restarted, or serves another gang by now"
+        )
+    try:
+        place.heartbeat.check()
+        with gang_failures(f"rank {place.rank.rank}, epoch {epoch}, {stage}"):
+            yield place
+    except (MismatchError, NotFiniteError):
+        raise
+    except BaseException:
+        member.leave()
+        raise
 
 
 def form(spec: TrainerSpec, meeting: Meeting) -> int:
     """See `Member.form`."""
-    with gang_failures(f"rank {meeting.rank}, forming epoch {meeting.epoch}"):
-        return warm("trainer", Member).form(spec, meeting)
+    member = warm("trainer", Member)
+    try:
+        with gang_failures(f"rank {meeting.rank}, forming epoch {meeting.epoch}"):
+            return member.form(spec, meeting)
+    except BaseException:
+        member.leave()
+        raise
 
 
-def update(step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
+def update(run: str, epoch: int, step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
     """One GRPO update on a batch; the rank reads from the store only the groups it trains on."""
-    rank, _, store, spec = warm("trainer", Member).ready()
-    training = spec.config.training
+    with _in_epoch(run, epoch, f"update {step}") as place:
+        return _update(place, step, groups)
+
+
+def _update(place: Place, step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
+    rank, training = place.rank, place.spec.config.training
     plan = plan_update(
         groups,
         mini_batch_size=training.mini_batch_size,
         ranks=rank.world,
         tokens_per_micro_batch=training.tokens_per_micro_batch,
-        seed=spec.config.seed,
+        seed=place.spec.config.seed,
         step=step,
     )
 
@@ -132,53 +193,78 @@ def update(step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
         return group_from_bytes(prefetched.result()[index])
 
     wanted = plan.groups_of(rank.rank)
-    with ThreadPoolExecutor(1) as reader, gang_failures(f"rank {rank.rank}, step {step}"):
-        prefetched = reader.submit(_read, store, {i: groups[i].key for i in wanted})
-        return rank.update(read, plan, step)
+    with ThreadPoolExecutor(1) as reader:
+        prefetched = reader.submit(_read, place.store, {i: groups[i].key for i in wanted})
+        return rank.update(read, plan, step, place.heartbeat.check)
 
 
 def _read(store: ObjectStore, keys: dict[int, str]) -> dict[int, bytes]:
     return dict(zip(keys, store.get_many(keys.values()), strict=True))
 
 
-def publish(step: int, anchor_every: int) -> Published:
-    """Publishes what the ranks hold as the run's next version; the same answer on every rank.
+def publish(run: str, epoch: int, trained: int, anchor_every: int) -> Published:
+    """Publishes what the ranks hold as the run's next version, the policy after `trained` steps;
+    the same answer on every rank.
 
     When it is an anchor says `RankPublisher.anchor_due`. A rank that cannot prepare its part tells
     the others: nobody waits, nothing is committed.
     """
-    rank, publisher, store, spec = warm("trainer", Member).ready()
+    with _in_epoch(run, epoch, "publish") as place:
+        return _publish(place, trained, anchor_every)
+
+
+def _publish(place: Place, trained: int, anchor_every: int) -> Published:
+    rank, publisher, spec = place.rank, place.publisher, place.spec
     version = publisher.next_version
     anchor = publisher.anchor_due(anchor_every)
-    with gang_failures(f"rank {rank.rank}, publishing version {version}"):
-        part: PreparedPart | str
+    parts = _gathered(place, lambda: _prepare(place, anchor), f"version {version} not published")
+    answer: list[Any] = [None]
+    if rank.rank == 0:
         try:
-            part = _prepare(rank, publisher, anchor)
+            made = {TRAINED: trained}
+            fence = spec.fence(place.meeting.epoch)
+            answer = [commit(place.store, spec.run, version, parts, made, fence)]
         except KindlingError as error:
-            part = f"rank {rank.rank}: {error}"
-        parts: list[Any] = [None] * rank.world
-        dist.all_gather_object(parts, part)
-        failed = [part for part in parts if isinstance(part, str)]
-        if failed:
-            publisher.abandon()
-            raise GangError(f"version {version} was not published: {'; '.join(failed)}")
-        answer: list[Any] = [None]
-        if rank.rank == 0:
-            try:
-                answer = [commit(store, spec.run, version, parts, {"step": step})]
-            except KindlingError as error:
-                answer = [f"{type(error).__name__}: {error}"]
-        dist.broadcast_object_list(answer, src=0)
+            answer = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(answer, src=0)
     published = answer[0]
     if not isinstance(published, Published):
-        publisher.abandon()
-        raise GangError(f"version {version} was not published: {published}")
+        raise GangError(f"version {version} not published: {published}")
     publisher.confirm(published)
     return published
 
 
-def _prepare(rank: TrainerRank, publisher: RankPublisher, anchor: bool) -> PreparedPart:
-    shards = rank.export_shards()
+def compare(run: str, epoch: int, ref: ManifestRef) -> list[str]:
+    """Names of the tensors in which what the ranks hold differs from a version of the run; the
+    same answer on every rank. Nothing is uploaded."""
+    with _in_epoch(run, epoch, f"compare with version {ref.version}") as place:
+        parts = _gathered(place, lambda: survey(_shards(place)), "weights not compared")
+        return differing(load_manifest(place.store, run, ref), parts)
+
+
+def _gathered(place: Place, work: Callable[[], T], otherwise: str) -> list[T]:
+    """What each rank's work gives, on every rank; where one fails, all raise and say why."""
+    part: T | str
+    try:
+        part = work()
+    except KindlingError as error:
+        part = f"rank {place.rank.rank}: {error}"
+    parts: list[Any] = [None] * place.rank.world
+    dist.all_gather_object(parts, part)
+    failed = [part for part in parts if isinstance(part, str)]
+    if failed:
+        raise GangError(f"{otherwise}: {'; '.join(failed)}")
+    return parts
+
+
+def _shards(place: Place) -> Iterator[LocalShard | DeviceShard]:
+    for shard in place.rank.export_shards():
+        place.heartbeat.check()
+        yield shard
+
+
+def _prepare(place: Place, anchor: bool) -> PreparedPart:
+    rank, publisher, shards = place.rank, place.publisher, _shards(place)
     if not anchor:
         return publisher.prepare(shards, "delta")
     full = rank.full_tensors()
@@ -192,14 +278,15 @@ def _prepare(rank: TrainerRank, publisher: RankPublisher, anchor: bool) -> Prepa
     return part
 
 
-def save_part(step: int) -> checkpoint.Part:
+def save_part(run: str, epoch: int, step: int) -> checkpoint.Part:
     """Writes this rank's part of a checkpoint; the flow commits all of them."""
-    rank, _, store, _ = warm("trainer", Member).ready()
-    return checkpoint.save_part(store, rank.state())
+    with _in_epoch(run, epoch, f"save checkpoint {step}") as place:
+        return checkpoint.save_part(place.store, place.rank.state())
 
 
-def restore(made: checkpoint.Checkpoint) -> None:
+def restore(run: str, epoch: int, made: checkpoint.Checkpoint) -> None:
     """Takes the checkpoint's parameters and optimizer state, cut as this gang is."""
-    rank, _, store, _ = warm("trainer", Member).ready()
-    part = checkpoint.load_part(store, made, rank.ranges(), rank.rank, rank.world)
-    rank.load_state(part)
+    with _in_epoch(run, epoch, f"restore checkpoint {made.step}") as place:
+        rank = place.rank
+        part = checkpoint.load_part(place.store, made, rank.ranges(), rank.rank, rank.world)
+        rank.load_state(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -116,13 +116,20 @@ class TrainerRank:
 
     # ------------------------------------------------------------ learning
 
-    def update(self, groups: Groups, plan: UpdatePlan, step: int) -> dict[str, float]:
+    def update(
+        self,
+        groups: Groups,
+        plan: UpdatePlan,
+        step: int,
+        between: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
         """One update: the plan's mini-batches in order, an optimizer step each.
 
         Args:
             groups: this rank's groups (`plan.groups_of(rank)`) by index, or what reads one.
             plan: of the whole gang, equal on every rank.
             step: of the run; for messages.
+            between: called before every micro-batch; what it raises ends the update there.
 
         Returns:
             The same on every rank. loss: mean over the optimizer steps, as aggregated. Means over
@@ -147,10 +154,13 @@ class TrainerRank:
             # Here, not once: the setting belongs to the thread, and Dask runs tasks in any.
             torch.set_num_threads(self.config.cluster.trainer_threads)
         with gang_failures(f"step {step}, rank {self.rank} of {self.world}"):
-            return self._batch_update(plan, step).run(groups)
+            return self._batch_update(plan, step, between).run(groups)
 
-    def _batch_update(self, plan: UpdatePlan, step: int) -> BatchUpdate:
-        return BatchUpdate(self.config, self._policy, self._reference, self._optimizer, plan, step)
+    def _batch_update(
+        self, plan: UpdatePlan, step: int, between: Callable[[], None] = lambda: None
+    ) -> BatchUpdate:
+        parts = self._policy, self._reference, self._optimizer
+        return BatchUpdate(self.config, *parts, plan, step, between)
 
     # ------------------------------------------------------------ handing over
 

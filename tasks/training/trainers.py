@@ -1,100 +1,320 @@
-"""The flow's hold on its trainer gang: forms it, and calls every rank at once."""
+"""The flow's hold on its trainer gang: forms it, calls every rank at once, forms it anew.
+
+What the gang has learned since the last checkpoint can be had again: the batches are in the store,
+and the flow remembers which. So when an epoch breaks, its call raises, and the next call first
+forms a gang of what is left plus replacements, restores the checkpoint and repeats the updates
+since: the ranks then stand where they stood, to the bit.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from distributed import Client, as_completed
+from distributed import Client, Future
+from distributed.scheduler import KilledWorker
 
-from tasks.cluster import TRAINER, submit_to, workers_with
-from tasks.errors import GangError, MismatchError
+from tasks.cluster import Log, restart, submit_to
+from tasks.errors import GangError, MismatchError, NotFiniteError
 from tasks.rollout.trajectory import GroupSummary
 from tasks.store import ObjectStore
 from tasks.training import checkpoint, member
-from tasks.training.gang import Gang, RankFailed, RankReady, WorkerJoined, advance
+from tasks.training.claims import Claim
+from tasks.training.gang import (
+    EpochEnded,
+    Gang,
+    RankFailed,
+    RankReady,
+    WorkerJoined,
+    WorkerLost,
+    advance,
+)
 from tasks.training.group import GangCoordinator
-from tasks.weights.commit import Published
+from tasks.training.silence import Silence
+from tasks.weights.commit import Published, fence_off, lineage, published_before
+from tasks.weights.manifest import ManifestRef
 
 T = TypeVar("T")
 FORM_TIMEOUT_S = 120.0
+LOOK_S = 1.0
+"""Seconds between two looks at the ranks' signs of life."""
+NOTICE_S = 2.0
+"""Seconds in which ranks notice that a peer has died or has told them that it failed. Where one
+has not, the failed rank's worker is restarted: gloo's connections last as long as their process."""
+SETTLE_S = 10.0
+"""Seconds the others then have to let go; or they are restarted too."""
+ALIKE = (MismatchError, NotFiniteError)
+"""All ranks raise these together; the gang stands where it stood."""
 
 
 class Trainers:
-    """All N ranks of one epoch, or an error that says who is missing.
+    """All N ranks of one epoch, or an error that says who is missing."""
 
-    Raises:
-        GangError: there are fewer trainer workers than ranks, or a rank does not join.
-    """
+    def __init__(
+        self,
+        client: Client,
+        spec: member.TrainerSpec,
+        host: str,
+        claim: Callable[[int], Claim],
+        log: Log,
+        made: checkpoint.Checkpoint | None = None,
+    ) -> None:
+        """The gang forms at the first call.
 
-    def __init__(self, client: Client, spec: member.TrainerSpec, host: str) -> None:
+        Args:
+            host: address of this machine as the ranks see it.
+            claim: has this run hold so many trainer workers, or none.
+            made: where the ranks are to stand; None: at the base.
+        """
         self._client = client
         self._spec = spec
+        self._claim = claim
+        self._log = log
+        self._made = made
+        self._since: list[tuple[int, Sequence[GroupSummary]]] = []
+        self._existing: dict[int, ManifestRef] = {}
+        self._left: dict[Future, int] = {}
         self._gang = Gang(spec.config.cluster.trainer_ranks)
-        for address in workers_with(client, TRAINER):
-            self._gang = advance(self._gang, WorkerJoined(address))
-        if self._gang.missing:
-            raise GangError(
-                f"the run needs {self._gang.size} trainer workers and the cluster has "
-                f"{len(self._gang.workers)} ({', '.join(self._gang.workers) or 'none'}); start "
-                "more with --resources TRAINER=1, or lower cluster.trainer_ranks"
-            )
         self._coordinator = GangCoordinator(host)
-        self._epoch = self._coordinator.new_epoch()
-        self.base_loads: int = sum(self._call("form", member.form, self._meeting))
-        for rank in range(self._gang.size):
-            self._gang = advance(self._gang, RankReady(self._gang.epoch, rank))
+        self._pause = threading.Event()
+        self.base_loads = 0
 
-    def _meeting(self, rank: int) -> tuple[member.TrainerSpec, member.Meeting]:
-        where = self._coordinator.address, self._coordinator.port
-        return self._spec, member.Meeting(
-            *where, self._epoch, rank, self._gang.size, FORM_TIMEOUT_S
-        )
+    # ------------------------------------------------------------ the stages
 
     def update(self, step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
-        """One GRPO update on a batch; returns the gang's metrics."""
-        return self._call(f"update-{step}", member.update, lambda _: (step, list(groups)))[0]
+        """One GRPO update on a batch; returns the gang's metrics.
 
-    def publish(self, step: int) -> Published:
-        """Publishes the next version."""
+        Raises:
+            GangError: the epoch broke; calling again forms the next one.
+            MismatchError, NotFiniteError: nothing was changed.
+        """
+        self._stand()
+        metrics = self._call(f"update-{step}", member.update, step, list(groups))[0]
+        self._since.append((step, groups))
+        return metrics
+
+    def publish(self, trained: int) -> Published:
+        """Publishes what the ranks hold, after `trained` steps, as the next version.
+
+        Where the run has that version already (it was resumed, or the gang formed anew after the
+        commit), the ranks' weights are compared with it, and it is returned as it is. Should they
+        differ, which takes other machines or another number of ranks, they become the next version.
+
+        Raises:
+            GangError: as `update`.
+        """
+        self._stand()
+        existing = self._existing.pop(trained, None)
+        if existing is not None:
+            odd = self._call(f"compare-{trained}", member.compare, existing)[0]
+            if not odd:
+                self._log.info("version %d is there already, bit for bit", existing.version)
+                return published_before(ObjectStore(self._spec.store), self._spec.run, existing)
+            self._log.warning(
+                "%d steps repeated give other weights than version %d (in %d tensors, %s first): "
+                "the run goes on from these",
+                trained,
+                existing.version,
+                len(odd),
+                odd[0],
+            )
+            self._existing.clear()  # of the line that is left here
         every = self._spec.config.weights.anchor_every
-        return self._call(f"publish-{step}", member.publish, lambda _: (step, every))[0]
+        return self._call(f"publish-{trained}", member.publish, trained, every)[0]
 
     def save_checkpoint(self, step: int, extra: dict[str, Any]) -> checkpoint.Checkpoint:
         """A checkpoint of the state after `step` steps: parts first, the manifest last."""
-        parts = self._call(f"checkpoint-{step}", member.save_part, lambda _: (step,))
-        return checkpoint.commit(ObjectStore(self._spec.store), self._spec.run, step, parts, extra)
-
-    def restore(self, made: checkpoint.Checkpoint) -> None:
-        """Puts every rank where the checkpoint was."""
-        self._call(f"restore-{made.step}", member.restore, lambda _: (made,))
+        self._stand()
+        store, run = ObjectStore(self._spec.store), self._spec.run
+        parts = self._call(f"checkpoint-{step}", member.save_part, step)
+        self._made = checkpoint.commit(store, run, step, parts, extra)
+        self._since.clear()
+        checkpoint.expire(store, run)
+        return self._made
 
     def close(self) -> None:
+        """Ends the epoch: ranks still at work stop before their next micro-batch."""
         self._coordinator.close()
 
-    def _call(
-        self, stage: str, function: Callable[..., T], arguments: Callable[[int], tuple[Any, ...]]
-    ) -> list[T]:
-        """Runs a stage on every rank; the first failure ends the wait for all.
+    # ------------------------------------------------------------ forming
 
-        The other ranks of a failed collective give up by themselves (their peer's connection is
-        gone, or they were told); their errors would only hide the first. A mismatch alone breaks
-        nothing: all ranks raise it alike, and stand where they stood.
+    def _stand(self) -> None:
+        """Has the gang running and standing where the run is."""
+        if self._gang.state == "running":
+            return
+        if self._gang.state != "waiting":
+            self._clear_epoch()
+        self._await_workers()
+        epoch = self._coordinator.new_epoch()
+        assert epoch == self._gang.epoch, (epoch, self._gang)
+        store, run = ObjectStore(self._spec.store), self._spec.run
+        head = fence_off(store, run, self._spec.fence(epoch))
+        reached = self._made.step if self._made else 0
+        self._existing = lineage(store, run, reached) if head else {}
+        self.base_loads += sum(self._call("form", member.form, meetings=True))
+        for rank in range(self._gang.size):
+            self._gang = advance(self._gang, RankReady(epoch, rank))
+        if self._made:
+            self._call(f"restore-{reached}", member.restore, self._made)
+        for step, groups in self._since:
+            self._call(f"repeat-{step}", member.update, step, list(groups))
+        if epoch > 1:
+            self._log.warning(
+                "trainer epoch %d runs on %s; %d updates after checkpoint %d were repeated",
+                epoch,
+                ", ".join(self._gang.members),
+                len(self._since),
+                reached,
+            )
+
+    def _clear_epoch(self) -> None:
+        """Sees that nothing of the broken epoch runs any more.
+
+        A rank that is stuck keeps its peers in their collective until its process is gone.
         """
-        if self._gang.state == "broken":
-            raise GangError(f"the gang is broken: {self._gang.reason}; resume the run")
-        key = f"{self._spec.run}-{self._epoch}-{stage}"
-        futures = {
-            submit_to(self._client, address, f"{key}-{rank}", function, *arguments(rank)): rank
-            for rank, address in enumerate(self._gang.members)
-        }
-        done = as_completed(futures, loop=self._client.loop)
-        for future in done:
+        self._settle(time.monotonic() + SETTLE_S)
+        stuck = sorted({self._gang.members[rank] for rank in self._left.values()})
+        if stuck:
+            self._log.warning("trainer workers %s do not let go: restarting them", stuck)
+            restart(self._client, stuck)
+            self._settle(time.monotonic() + SETTLE_S)
+        for future in self._left:
+            future.release()
+        self._left = {}
+
+    def _await_workers(self) -> None:
+        """Holds as many workers as there are ranks; says who is missing while it waits.
+
+        Raises:
+            GangError: some are still missing after cluster.wait_s.
+        """
+        limit = self._spec.config.cluster.wait_s
+        deadline = time.monotonic() + limit
+        said = False
+        while True:
+            made = self._claim(self._gang.size)
+            for gone in set(self._gang.workers) - set(made.workers):
+                self._gang = advance(self._gang, WorkerLost(gone))
+            for worker in made.workers:
+                self._gang = advance(self._gang, WorkerJoined(worker))
+            if self._gang.state == "broken":
+                # After the losses: else the next epoch would form with the dead.
+                self._gang = advance(self._gang, EpochEnded(self._gang.epoch))
+            if self._gang.state == "forming":
+                return
+            if time.monotonic() > deadline:
+                raise GangError(
+                    f"{made.why()}, after {limit:g} s (cluster.wait_s); start more with "
+                    "--resources TRAINER=1, lower cluster.trainer_ranks, or wait for the other "
+                    "run, and resume this one"
+                )
+            if not said:
+                self._log.warning("waiting for trainers: %s", made.why())
+                said = True
+            self._pause.wait(LOOK_S / 4)
+
+    # ------------------------------------------------------------ calling
+
+    def _call(
+        self, stage: str, function: Callable[..., T], *arguments: Any, meetings: bool = False
+    ) -> list[T]:
+        """Runs a stage on every rank, and returns each rank's answer.
+
+        Raises:
+            GangError: a rank died, fell silent or raised; the epoch is over.
+            MismatchError, NotFiniteError: all ranks raised it.
+        """
+        epoch, members = self._gang.epoch, self._gang.members
+        key = f"{self._spec.run}-{self._spec.fence(epoch)}-{stage}"
+        first = self._meeting if meetings else self._place
+        futures = [
+            submit_to(self._client, address, f"{key}-{rank}", function, *first(rank), *arguments)
+            for rank, address in enumerate(members)
+        ]
+        self._left = {future: rank for rank, future in enumerate(futures)}
+        ended: SimpleQueue[Future] = SimpleQueue()
+        for future in futures:
+            future.add_done_callback(ended.put)
+        silence = Silence(len(members), time.monotonic())
+        while self._left:
+            try:
+                future = ended.get(timeout=LOOK_S)
+            except Empty:
+                counts = self._coordinator.beats(epoch, len(members))
+                silent = silence.look(counts, time.monotonic())
+                if silent is not None:
+                    restart(self._client, [members[silent.rank]])
+                    self._break(silent.rank, silent.why(), stage, None)
+                continue
+            rank = self._left.pop(future)
             if future.status != "finished":
-                if isinstance(future.exception(), MismatchError):
-                    list(done)  # until the last rank has raised it
-                    future.result()
-                failed = RankFailed(self._gang.epoch, futures[future], f"in {stage}")
-                self._gang = advance(self._gang, failed)
-                future.result()
+                self._failed(rank, future, stage)
         return [future.result() for future in futures]
+
+    def _place(self, _: int) -> tuple[str, int]:
+        return self._spec.run, self._gang.epoch
+
+    def _meeting(self, rank: int) -> tuple[member.TrainerSpec, member.Meeting]:
+        where = self._coordinator.address, self._coordinator.port
+        place = self._gang.epoch, rank, self._gang.size
+        return self._spec, member.Meeting(*where, *place, FORM_TIMEOUT_S)
+
+    def _failed(self, rank: int, future: Future, stage: str) -> None:
+        """Raises what a rank's failure means. The others fail for that reason in a moment, and
+        one of them may have been first to say so: the one that did not only lose its peer counts.
+        """
+        failures = {rank: _error(future)}
+        failures |= self._settle(time.monotonic() + NOTICE_S)
+        if all(isinstance(error, ALIKE) for error in failures.values()):
+            failures |= self._settle(time.monotonic() + SETTLE_S)
+            if not self._left:
+                raise failures[rank]
+        rank = min(failures, key=lambda one: _weight(failures[one]))
+        error = failures[rank]
+        if self._left:
+            restart(self._client, [self._gang.members[rank]])
+        died = isinstance(error, KilledWorker)
+        why = "died" if died else f"failed: {type(error).__name__}: {error}"
+        self._break(rank, why, stage, error)
+
+    def _break(self, rank: int, why: str, stage: str, error: BaseException | None) -> None:
+        worker = self._gang.members[rank]
+        self._coordinator.end_epoch()
+        self._gang = advance(self._gang, RankFailed(self._gang.epoch, rank, why))
+        raise GangError(
+            f"trainer rank {rank} on {worker} {why}; {stage} of epoch {self._gang.epoch} was "
+            "given up on all ranks"
+        ) from error
+
+    def _settle(self, deadline: float) -> dict[int, BaseException]:
+        """Waits until the calls that are left have ended, up to the deadline; what they raised."""
+        ended: SimpleQueue[Future] = SimpleQueue()
+        for future in self._left:
+            future.add_done_callback(ended.put)
+        failures: dict[int, BaseException] = {}
+        while self._left and (left := deadline - time.monotonic()) > 0:
+            try:
+                future = ended.get(timeout=left)
+            except Empty:
+                break
+            rank = self._left.pop(future)
+            if future.status != "finished":
+                failures[rank] = _error(future)
+        return failures
+
+
+def _error(future: Future) -> BaseException:
+    """Why a call did not finish; one that Dask cancelled has lost its scheduler or its worker."""
+    if future.status == "error":
+        error: Any = future.exception()
+        return error
+    return GangError(f"Dask says {future.status}: scheduler or worker are gone")
+
+
+def _weight(error: BaseException) -> int:
+    if isinstance(error, KilledWorker):
+        return 0
+    return 2 if isinstance(error, GangError) else 1

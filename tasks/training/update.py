@@ -42,8 +42,11 @@ class BatchUpdate:
         optimizer: PolicyOptimizer,
         plan: UpdatePlan,
         step: int,
+        between: Callable[[], None],
     ) -> None:
+        """`between`: called before every micro-batch; what it raises ends the update there."""
         self._config, self._training = config, config.training
+        self._between = between
         self._policy, self._reference, self._optimizer = policy, reference, optimizer
         self._plan, self._step = plan, step
         self._rank, self._world, self._device = policy.rank, policy.world, policy.device
@@ -144,6 +147,7 @@ class BatchUpdate:
         """
         for index in indices:
             for number, micro in enumerate(self._micros(index)):
+                self._between()
                 batch = self._padded(micro)
                 scored, _ = self._policy.score(
                     batch.ids_BT, batch.trained_BT, self._config.rollout.temperature, False
@@ -168,6 +172,7 @@ class BatchUpdate:
         sums, self._ahead = self._ahead, torch.zeros_like(self._ahead)
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, micro in enumerate(self._micros(index)):
+            self._between()
             part_loss, part = self._micro_batch(index, number, self._padded(micro))
             loss += part_loss
             sums += part

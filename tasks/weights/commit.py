@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +20,11 @@ from tasks.weights.manifest import (
     head_key,
     manifest_key,
 )
-from tasks.weights.parts import PreparedPart
+from tasks.weights.parts import PreparedPart, TensorPart
+
+_FENCE_TRIES = 20
+TRAINED = "trained_steps"
+"""In a manifest's creation data: how many steps of the run lie behind the version."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ def commit(
     version: int,
     parts: Sequence[PreparedPart],
     creation: Mapping[str, str | int | float] | None = None,
+    fence: str = "",
 ) -> Published:
     """Make the parts of all ranks the run's next version: manifest first, then the head.
 
@@ -119,14 +125,21 @@ def commit(
         version: the number expected, one above the head's; 0 for a new run.
         parts: one of each rank.
         creation: free data for the manifest (step, host, ...).
+        fence: of the publisher, see `fence_off`.
 
     Raises:
         IntegrityError: the parts contradict each other or do not cover every tensor exactly.
-        StoreConflict: another publisher moved the head, or the run exists already.
+        StoreConflict: another publisher moved the head or fenced this one off, or the run exists
+            already.
         StoreError: the store failed; the head may or may not have moved.
     """
     found = read_head(store, run)
     head, etag = (found[0].ref, found[1]) if found else (None, None)
+    if found and found[0].fence not in ("", fence):
+        raise StoreConflict(
+            f"run {run!r} belongs to the publishers of {found[0].fence!r} by now, and version "
+            f"{version} comes from {fence!r}: not published"
+        )
     manifest = _assemble(run, version, parts, dict(creation or {}))
     if head is not None and head != manifest.parent:
         if head.version == version and _same(load_manifest(store, run, head), manifest):
@@ -138,7 +151,7 @@ def commit(
         check_child(load_manifest(store, run, manifest.parent), manifest)
     ref = manifest.ref()
     store.create_if_absent(manifest_key(run, ref), manifest.to_bytes())
-    new_head = Head(run=run, version=version, manifest=ref.manifest)
+    new_head = Head(run=run, version=version, manifest=ref.manifest, fence=fence)
     try:
         store.swap(head_key(run), new_head.to_bytes(), etag)
     except StoreError as error:
@@ -150,6 +163,63 @@ def commit(
                 raise StoreConflict(_conflict(run, manifest, now)) from error
             raise
     return _published(manifest, parts)
+
+
+def fence_off(store: ObjectStore, run: str, fence: str) -> Head | None:
+    """From now on only commits with this fence move the run's head; the head as it is then.
+
+    A publisher of before that is thought dead, and is only slow, loses: its commit either moved
+    the head already, and what is returned says so, or finds another fence. A run without a head
+    has nothing to fence; None.
+
+    Raises:
+        StoreConflict: others move the head at the same time, again and again.
+    """
+    for _ in range(_FENCE_TRIES):
+        found = read_head(store, run)
+        if found is None:
+            return None
+        head, etag = found
+        if head.fence == fence:
+            return head
+        fenced = head.model_copy(update={"fence": fence})
+        try:
+            store.swap(head_key(run), fenced.to_bytes(), etag)
+            return fenced
+        except StoreConflict:
+            continue  # the head has just moved once more, or our own write's answer was lost
+    raise StoreConflict(f"the head of run {run!r} keeps moving: another flow trains it; stop one")
+
+
+def published_before(store: ObjectStore, run: str, ref: ManifestRef) -> Published:
+    """A version as `commit` reported it, with nothing uploaded: for one that exists already."""
+    return _published(load_manifest(store, run, ref), ())
+
+
+def differing(manifest: Manifest, parts: Sequence[Sequence[TensorPart]]) -> list[str]:
+    """Tensors whose weights, as the ranks have surveyed them, are not the version's; sorted."""
+    held = {state.name: state.digest for state in _tensor_states(parts)}
+    there = {state.name: state.digest for state in manifest.tensors}
+    return sorted(n for n in held.keys() | there.keys() if held.get(n) != there.get(n))
+
+
+def lineage(store: ObjectStore, run: str, since: int) -> dict[int, ManifestRef]:
+    """Trained steps -> version, for those versions of the run's present line that lie at or after
+    step `since`. A run that was resumed and could not repeat its steps to the bit has left
+    versions of another line behind, which are not here."""
+    found: dict[int, ManifestRef] = {}
+    ref = read_ref(store, run)
+    last: float = math.inf
+    while ref is not None:
+        manifest = load_manifest(store, run, ref)
+        trained = manifest.creation.get(TRAINED)
+        if isinstance(trained, int) and trained < last:
+            last = trained
+            if trained < since:
+                break
+            found[trained] = ref
+        ref = manifest.parent
+    return found
 
 
 def _conflict(run: str, manifest: Manifest, head: ManifestRef | None) -> str:
@@ -195,7 +265,7 @@ def _assemble(
     expected = 0 if first.base is None else first.base.version + 1
     if version != expected:
         raise IntegrityError(f"the parts make version {expected} of run {run!r}, not {version}")
-    tensors = _tensor_states(ordered)
+    tensors = _tensor_states([part.tensors for part in ordered])
     if first.kind == "anchor":
         written = {tensor.name: tensor.digest for tensor in tensors}
         if first.full_digests != written:
@@ -218,12 +288,12 @@ def _assemble(
     )
 
 
-def _tensor_states(parts: Sequence[PreparedPart]) -> tuple[TensorState, ...]:
+def _tensor_states(parts: Sequence[Sequence[TensorPart]]) -> tuple[TensorState, ...]:
     known: dict[str, tuple[tuple[int, ...], DtypeName]] = {}
     counts: dict[str, int] = {}
     pieces: dict[str, list[Piece]] = {}
     for part in parts:
-        for tensor in part.tensors:
+        for tensor in part:
             if known.setdefault(tensor.name, (tensor.shape, tensor.dtype)) != (
                 tensor.shape,
                 tensor.dtype,

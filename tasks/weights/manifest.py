@@ -207,12 +207,13 @@ class Manifest(_Record):
 
 
 class Head(_Record):
-    """The content of `head.json`."""
+    """The content of `head.json`. `fence`: whose commits alone may move it; empty: anybody's."""
 
     format: Literal[1] = 1
     run: str
     version: Count
     manifest: Blake3
+    fence: str = ""
 
     def to_bytes(self) -> bytes:
         return self.model_dump_json().encode()

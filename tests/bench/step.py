@@ -134,7 +134,7 @@ def _run(client: Client, location: StoreLocation, inputs: Inputs, name: str,
     fleet = Fleet(client, spec, LOG, None, partial(noop.serve, shape=shape))
     try:
         trainers = noop.NoopTrainers(
-            client, TrainerSpec(name, config, location, "/nowhere", False, None), shape
+            client, TrainerSpec(name, 0, config, location, "/nowhere", None), shape
         )
         store: Any = ObjectStore(location) if shape.stored else noop.NoopStore(shape, GROUP_SIZE)
         producer = Producer(config.training.steps, 0, 0)
