@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from prefect import flow, get_run_logger
+from prefect import flow, get_run_logger, runtime
 from pydantic import BaseModel
 
 from flows.cli import check_inputs, overrides_from, run_flow
@@ -53,18 +53,25 @@ def train(
     Args:
         preset: A file of deployments/presets, without its ending.
         overrides: Fields to change in the preset.
-        resume: Name of a run to go on with from its last checkpoint; empty starts a new one.
+        resume: Name of a run to go on with from where it stopped; empty starts a new one. A flow
+            run that is retried goes on with its own.
     """
     from tasks import stages
     from tasks.console import live_table
     from tasks.inputs import load_inputs
-    from tasks.run import open_run
+    from tasks.run import begun_by, open_run
+    from tasks.store import ObjectStore
 
     config = resolve(preset, overrides)
     inputs = load_inputs(config, home_folder() / "cache")
+    flow_run = runtime.flow_run.id
     with attached(config, get_run_logger()) as cluster:
+        resume = resume or begun_by(ObjectStore(cluster.store), flow_run)
         policy = stages.base_policy(cluster, inputs, resume)
-        with open_run(preset, inputs, cluster, policy, resume) as run, live_table(run.history):
+        with (
+            open_run(preset, inputs, cluster, policy, resume, flow_run) as run,
+            live_table(run.history),
+        ):
             released = stages.prepare(run)
             if not run.evaluated:
                 stages.evaluate(run, released)

@@ -195,6 +195,12 @@ class RolloutConfig(_Section):
         "failed on them; where more fail, the run stops.",
     )
     max_sequences: int = Field(256, ge=1, description="Sequences an engine decodes at once.")
+    deterministic: bool = Field(
+        False,
+        description="One question at a time on an engine, with an empty prefix cache: the same "
+        "seed gives the same bits again (what else is in a batch moves log-probabilities by 1e-6), "
+        "many times slower.",
+    )
     kv_cache_gib: float = Field(
         1.0, gt=0, description="KV cache of a CPU engine in GiB (GPU engines use what is free)."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -24,6 +24,7 @@ from tasks.inputs import Inputs, ensure_index
 from tasks.metrics import History
 from tasks.rollout.accepted import AcceptedLog
 from tasks.rollout.batches import Producer
+from tasks.rollout.board import FlowQueue
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.worker import RolloutSpec
 from tasks.store import ObjectStore
@@ -126,13 +127,19 @@ def metrics_key(run: str) -> str:
 
 @contextmanager
 def open_run(
-    preset: str, inputs: Inputs, cluster: Attached, policy: str | None, resume: str | None
+    preset: str,
+    inputs: Inputs,
+    cluster: Attached,
+    policy: str | None,
+    resume: str | None,
+    flow_run: str | None = None,
 ) -> Iterator[Run]:
     """Opens a new run, or goes on with `resume`; closes it at the end, whatever the end is.
 
     Args:
         policy: prefix in the store of the warm-started policy to begin with; None: model.path.
         resume: name of the run to go on with; None: a new one.
+        flow_run: id of the Prefect flow run, which a retry of it has too: see `begun_by`.
 
     Raises:
         ConfigError: `resume` names no run, or one with other settings.
@@ -146,40 +153,49 @@ def open_run(
         check_resumable(store, name, config)
     else:
         _record(store, name, config, policy)
+    if flow_run is not None:
+        store.put(_flow_run_key(flow_run), name.encode())
     if ensure_index(inputs, store):
         log.info("built the BM25 index over %d passages", len(inputs.passages))
-    life = _begin_life(store, name)
-    fleet = Fleet(
-        cluster.client,
-        RolloutSpec(name, name, config, cluster.store, inputs.index_key, cache, life),
-        log,
-        cluster.pool,
-        accepted=AcceptedLog(store, name, life),
-    )
-    try:
-        # Only now: until the last flow's lease had run out it might still have moved on.
+    # First of all: it refuses a run that another flow has open.
+    with closing(FlowQueue(cluster.client, name)) as queue:
+        life = _begin_life(store, name)
         made = checkpoint.latest(store, name)
         start = made.step if made else 0
-        host = _this_host(cluster.client)
-        spec = TrainerSpec(name, life, config, cluster.store, cache, policy)
-        trainers = Trainers(cluster.client, spec, host, fleet.claim_trainers, log, made)
+        spec = RolloutSpec(name, name, config, cluster.store, inputs.index_key, cache, life)
+        fleet = Fleet(
+            cluster.client,
+            spec,
+            log,
+            cluster.pool,
+            accepted=AcceptedLog(store, name, life),
+            queue=queue,
+        )
         try:
-            producer = Producer(config.training.steps, STALENESS_BOUND, start)
-            yield Run(
-                name,
-                inputs,
-                store,
-                fleet,
-                trainers,
-                producer,
+            trainers = Trainers(
+                cluster.client,
+                TrainerSpec(name, life, config, cluster.store, cache, policy),
+                _this_host(cluster.client),
+                queue.claim_trainers,
                 log,
-                start,
-                history=history_of(store, name),
+                made,
             )
+            try:
+                yield Run(
+                    name,
+                    inputs,
+                    store,
+                    fleet,
+                    trainers,
+                    Producer(config.training.steps, STALENESS_BOUND, start),
+                    log,
+                    start,
+                    history=history_of(store, name),
+                )
+            finally:
+                trainers.close()
         finally:
-            trainers.close()
-    finally:
-        fleet.close()
+            fleet.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +292,17 @@ def _record(store: ObjectStore, name: str, config: TrainConfig, policy: str | No
         store.create(record_key(name), text.encode())
     except StoreConflict as error:
         raise ConfigError(f"run {name!r} exists already; resume it or start another") from error
+
+
+def _flow_run_key(flow_run: str) -> str:
+    return f"flow-runs/{flow_run}"
+
+
+def begun_by(store: ObjectStore, flow_run: str | None) -> str | None:
+    """The run that this Prefect flow run began before it was retried; None where it is new."""
+    if flow_run is None or not store.exists(_flow_run_key(flow_run)):
+        return None
+    return store.get(_flow_run_key(flow_run)).decode()
 
 
 def _begin_life(store: ObjectStore, name: str) -> int:

@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -282,12 +283,23 @@ class ObjectStore:
         fs = self._filesystem()
         where = (self.location.endpoint, self.location.bucket)
 
-        async def bounded() -> T:
+        async def bounded() -> T | _Failure:
             trials = with_retries(lambda: attempt(fs), where, what, attempts, on_retry)
-            return await asyncio.wait_for(trials, budget_s)
+            try:
+                return await asyncio.wait_for(trials, budget_s)
+            except Exception as error:  # noqa: BLE001 (raised below)
+                return _Failure(error)
 
+        # Raised by fsspec's `sync` itself, or with the frames in which tenacity keeps it, it would
+        # hold on to itself, and to all its callers' locals (an anchor of a gigabyte, say), until
+        # the garbage collector comes by. Its cause keeps its own traceback.
         outcome: Any = sync(fs.loop, bounded)
-        return outcome
+        if not isinstance(outcome, _Failure):
+            return outcome
+        try:
+            raise outcome.error.with_traceback(None)
+        finally:
+            del outcome
 
     # Requests
 
@@ -360,6 +372,11 @@ class ObjectStore:
         with self._lock:
             self.bytes_read += read
             self.bytes_written += written
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    error: Exception
 
 
 def _wherever(read: Callable[[str], T], digest: str) -> T:

@@ -251,6 +251,23 @@ def test_a_history_comes_back_with_its_evaluations() -> None:
     assert after.evaluation_at(9) is None
 
 
+def test_a_step_that_is_repeated_is_recorded_once() -> None:
+    made = [group(q, trajectory(q, "1942")) for q in ASKED]
+    last, _ = evaluation(ASKED, {"greedy": made, "sampled": made}, step=10)
+    found = history(10, last)
+    first = list(found.steps)
+    again = replace(first[4], seconds={"rollout": 0.0, "update": 0.0, "publish": 0.0})
+    found.add_step(again)
+    assert found.steps == first, "to the same version: as it was"
+    other = replace(first[4], version=99)
+    found.add_step(other)
+    assert found.steps == [*first[:4], other], "to another: what came after is of a line left"
+    assert [one.step for one in found.evaluations if one.step > 4] == []
+    found.add_evaluation(replace(last, step=2))
+    found.add_evaluation(replace(last, step=2, version=77))
+    assert [(e.step, e.version) for e in found.evaluations if e.step == 2] == [(2, 77)]
+
+
 def test_records_of_a_run_from_before_these_fields_can_be_read() -> None:
     made = [group(q, trajectory(q, "1942")) for q in ASKED]
     last, _ = evaluation(ASKED, {"greedy": made, "sampled": made}, step=0)

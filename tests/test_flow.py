@@ -10,11 +10,12 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -35,16 +36,16 @@ from infra.processes import child_environment, environment
 from infra.state import read_record
 from tasks import stages
 from tasks.cluster import ROLLOUT, TRAINER, submit_to, workers_with
-from tasks.errors import ConfigError, MismatchError, SeedFailed, UnitFailed
+from tasks.errors import ConfigError, MismatchError, RunClosed, SeedFailed, UnitFailed
 from tasks.inputs import ensure_index, load_inputs
 from tasks.presets import Overrides, resolve
 from tasks.rollout.worker import Warm
 from tasks.run import Run
 from tasks.store import ObjectStore, StoreLocation
-from tasks.training import stored_policy
+from tasks.training import checkpoint, stored_policy
 from tasks.warm import warm as warm_state
 from tasks.weights.__main__ import app
-from tasks.weights.commit import load_manifest, read_ref
+from tasks.weights.commit import lineage, load_manifest, read_ref
 from tasks.weights.digest import tensor_digest
 from tasks.weights.final import fetch_checkpoint
 from tasks.weights.transfer import EngineWeights
@@ -281,12 +282,134 @@ def test_a_run_is_resumed_from_its_checkpoint(
         train(preset="tiny", overrides=overrides(alarmed), resume=second.run)
     resumed = train(preset="tiny", overrides=overrides(longer), resume=second.run)
     assert resumed.run == second.run
-    # The checkpoint after step 2 (the last) is published anew twice, then step 3 is trained.
     assert [row["step"] for row in history(store, resumed, "step")] == [0, 1, 2, 3]
     # What had been evaluated is not evaluated again.
     assert [row["step"] for row in history(store, resumed, "evaluation")] == [0, 3, 4]
-    assert resumed.version == second.version + 3
+    # The version that the checkpoint is of was there already, bit for bit.
+    assert resumed.version == second.version + 1
+    # The flow that was stopped had sampled step 3, and its groups were taken up.
+    units = [name.rsplit("-", 1)[0] for name in _groups(store, second.run, 3)]
+    assert len(units) == len(set(units)) >= 6
     assert len(workers_with(client, TRAINER)) == 2
+
+
+def _groups(store: ObjectStore, run: str, step: int) -> list[str]:
+    keys = store.list(f"runs/{run}/groups/train-{step:06d}-")
+    return [key.removesuffix(".safetensors").rsplit("/", 1)[1] for key in keys]
+
+
+# One question at a time on the engine: the same bits, however often the flow dies.
+EXACT: dict[str, Any] = {
+    "seed": 3,
+    "data": {"held_out_questions": 6},
+    "rollout": {"questions_per_step": 6, "group_size": 4, "deterministic": True},
+    "training": {"steps": 3, "mini_batch_size": 8, "checkpoint_every": 2},
+    "evaluation": {"every": 3},
+}
+
+
+def _begin(tree: dict[str, Any], resume: str | None = None) -> subprocess.Popen[bytes]:
+    """The flow in a process of its own, on the standing services."""
+    command = [sys.executable, "-m", "flows.train", *(["--resume", resume] if resume else [])]
+    for section, value in tree.items():
+        fields = value.items() if isinstance(value, dict) else [("", value)]
+        for field, one in fields:
+            path = f"{section}.{field}".rstrip(".")
+            command += ["--set", f"{path}={json.dumps(one)}"]
+    return subprocess.Popen(command, cwd=ROOT, env=dict(os.environ))
+
+
+def _until(check: Callable[[], Any], within_s: float, process: subprocess.Popen[bytes]) -> Any:
+    deadline, pause = time.monotonic() + within_s, threading.Event()
+    while not (found := check()):
+        assert process.poll() is None, "the flow ended by itself"
+        assert time.monotonic() < deadline, "nothing happened in time"
+        pause.wait(0.05)
+    return found
+
+
+def test_a_run_whose_flow_dies_twice_reaches_the_same_bits(
+    home: Path, store: ObjectStore, client: Client
+) -> None:
+    undisturbed = train(preset="tiny", overrides=overrides(EXACT))
+    before = set(_runs(store))
+
+    flow = _begin(EXACT)
+    (run,) = _until(lambda: set(_runs(store)) - before, 60, flow)
+    _until(lambda: store.list(f"runs/{run}/accepted/train-000001/"), 120, flow)
+    flow.send_signal(signal.SIGTERM)  # as a cancellation does
+    began = time.monotonic()
+    assert flow.wait(10) != 0
+    while _at_work(client) and time.monotonic() - began < 15:
+        threading.Event().wait(0.2)
+    assert _at_work(client) == [], "the workers are not free"
+    assert time.monotonic() - began < 10
+
+    flow = _begin(EXACT, run)
+    _until(lambda: _head_version(store, run) >= 2, 120, flow)
+    with pytest.raises(RunClosed, match="already open"):
+        train(preset="tiny", overrides=overrides(EXACT), resume=run)
+    flow.kill()
+    flow.wait()
+    resumed = train(preset="tiny", overrides=overrides(EXACT), resume=run)
+
+    assert (resumed.run, resumed.version) == (run, undisturbed.version)
+    ours, theirs = (checkpoint.latest(store, one) for one in (run, undisturbed.run))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.records == theirs.records
+    assert _digests(store, run) == _digests(store, undisturbed.run)
+    assert resumed.last_em == undisturbed.last_em
+    for step in range(3):
+        units = [
+            json.loads(line)["unit_id"]
+            for key in store.list(f"runs/{run}/accepted/train-{step:06d}/")
+            for line in store.get(key).decode().splitlines()
+        ]
+        assert sorted(units) == [f"train-{step:06d}-{i:05d}" for i in range(6)]
+    assert [row["step"] for row in history(store, resumed, "step")] == [0, 1, 2]
+    assert [row["step"] for row in history(store, resumed, "evaluation")] == [0, 3]
+
+
+def _runs(store: ObjectStore) -> list[str]:
+    return [key.split("/")[1] for key in store.list("runs/") if key.endswith("/run.json")]
+
+
+def _head_version(store: ObjectStore, run: str) -> int:
+    ref = read_ref(store, run)
+    return -1 if ref is None else ref.version
+
+
+def _digests(store: ObjectStore, run: str) -> dict[int, dict[str, str]]:
+    return {
+        trained: {t.name: t.digest for t in load_manifest(store, run, ref).tensors}
+        for trained, ref in lineage(store, run, 0).items()
+    }
+
+
+def _at_work(client: Client) -> list[str]:
+    """Keys of what runs on any worker."""
+    running = cast("dict[str, list[str]]", client.run(_running_here))
+    return [key for keys in running.values() for key in keys]
+
+
+def test_a_retried_flow_run_goes_on_with_its_run(
+    home: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Prefect does for a flow with retries, or a user with the UI's button."""
+    good, tries = stages.record, []
+
+    def record(run: Run, batch: Any, *rest: Any) -> Any:
+        tries.append((run.name, batch.step))
+        if tries == [(run.name, 0), (run.name, 1)]:
+            raise UnitFailed("told to fail")
+        return good(run, batch, *rest)
+
+    monkeypatch.setattr(stages, "record", record)
+    result = train.with_options(retries=1)(preset="tiny", overrides=overrides(EXACT))
+    assert [step for _, step in tries] == [0, 1, 0, 1, 2]
+    assert {run for run, _ in tries} == {result.run}
+    assert result.version == 3
 
 
 def test_resuming_with_other_settings_is_refused(second: Result) -> None:

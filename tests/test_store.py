@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import pickle
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from blake3 import blake3
@@ -315,6 +318,33 @@ class TestEmbeddedServer:
             again.swap("head", b"next", etag)
         assert (tmp_path / "credentials.json").read_bytes() == before
         assert (tmp_path / "credentials.json").stat().st_mode & 0o777 == 0o600
+
+    def test_a_failed_call_keeps_nothing_of_its_callers_alive(
+        self, object_store: ObjectStore
+    ) -> None:
+        """Without the garbage collector's help: what they hold may be gigabytes."""
+        calls = {
+            "exists": lambda: object_store.exists("not-there"),
+            "get": lambda: object_store.get("not-there"),
+            "get_object": lambda: object_store.get_object("0" * 64),
+            "head": lambda: object_store.read_head("not-there"),
+            "create": lambda: object_store.create("there", b"1"),
+            "swap": lambda: object_store.swap("there", b"2", "wrong"),
+        }
+        object_store.put("there", b"0")
+
+        def caller(call: Callable[[], object]) -> weakref.ref[np.ndarray]:
+            large = np.zeros(1000)
+            with suppress(StoreError):
+                call()
+            return weakref.ref(large)
+
+        gc.disable()
+        try:
+            kept = [name for name, call in calls.items() if caller(call)() is not None]
+        finally:
+            gc.enable()
+        assert kept == []
 
     def test_lost_server(self, tmp_path: Path) -> None:
         with _store_on(tmp_path) as store:

@@ -22,7 +22,6 @@ from tasks.rollout.elastic import Scaler
 from tasks.rollout.queue import Wire
 from tasks.rollout.trajectory import GroupSummary
 from tasks.rollout.worker import RolloutSpec, serve_run
-from tasks.training.claims import Claim
 
 RENEW_S = 10.0
 LOOK_AGAIN_S = 2.0
@@ -45,11 +44,13 @@ class Fleet:
         pool: WorkerPool | None = None,
         serve: Callable[[RolloutSpec], None] = serve_run,
         accepted: AcceptedLog | None = None,
+        queue: FlowQueue | None = None,
     ) -> None:
         """
         Args:
             pool: where more workers come from. serve: the loop of a worker.
             accepted: where results are written down, and earlier ones are found.
+            queue: the run's, where it is open already.
 
         Raises:
             RunClosed: the run is open in another flow.
@@ -68,7 +69,7 @@ class Fleet:
         self._look_again = 0.0
         self.loads: dict[str, int] = {"engines": 0, "indexes": 0, "anchors": 0}
         self.applied: list[Wire] = []
-        self._queue = FlowQueue(client, spec.run)
+        self._queue = queue or FlowQueue(client, spec.run)
         self._over = threading.Event()
         # Training may take minutes in which the flow's thread asks the queue for nothing.
         self._keepers = [threading.Thread(target=self._keep_lease, name="lease", daemon=True)]
@@ -96,10 +97,6 @@ class Fleet:
         self._take(result)
         self.reused += 1
         return True
-
-    def claim_trainers(self, size: int) -> Claim:
-        """Has this run hold so many trainer workers, or none, as long as it is open."""
-        return self._queue.claim_trainers(size)
 
     def collect(
         self, unit_ids: Sequence[str], progress: Callable[[int], None] | None = None

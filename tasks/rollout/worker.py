@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -182,9 +183,11 @@ def _serve_here(spec: RolloutSpec, worker: Worker, queue: WorkerQueue) -> None:
     state = warm("rollout", Warm)
     before = asdict(state.loads)
     agent, weights = state.serve(spec)
+    assert state.engine is not None
+    forget = state.engine.reset_prefix_cache
     loads = {name: value - before[name] for name, value in asdict(state.loads).items()}
     queue.report({"kind": "ready", "loads": loads})
-    resident = Resident(worker, queue, agent, weights, ObjectStore(spec.store), spec)
+    resident = Resident(worker, queue, agent, weights, ObjectStore(spec.store), spec, forget)
     try:
         resident.run()
     except RunClosed:
@@ -210,7 +213,11 @@ class Resident:
         weights: Weights,
         store: ObjectStore,
         spec: RolloutSpec,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
+        """`forget`: has the engine forget its prefix cache; called where the run is to be
+        deterministic, before every unit."""
+        self._forget = forget
         self._worker = worker
         self._queue = queue
         self._agent = agent
@@ -284,6 +291,8 @@ class Resident:
         rollout = self._spec.config.rollout
         room = (rollout.max_sequences - self._agent.active) // rollout.group_size
         idle = self._agent.active == 0
+        if rollout.deterministic:
+            room = 0
         if idle or time.perf_counter() > self._ask_again:
             pulled = self._queue.pull(max(room, 1 if idle else 0), wait=idle)
             self._waiting = [unit_from_wire(unit) for unit in pulled.units]
@@ -304,6 +313,8 @@ class Resident:
                     return
                 self._bring_to(unit.version)
             self._waiting.pop(0)
+            if self._spec.config.rollout.deterministic:
+                self._forget()
             self._began[unit.unit_id] = time.perf_counter()
             try:
                 self._agent.submit(unit)
