@@ -73,16 +73,16 @@ def train(
             live_table(run.history),
         ):
             released = stages.prepare(run)
-            if not run.evaluated:
+            if run.evaluation_due:
                 stages.evaluate(run, released)
             for step in run.remaining_steps:
                 batch = stages.at(stages.rollout, step)(run, step, released)
                 updated = stages.at(stages.update, step)(run, batch)
                 released = stages.at(stages.publish, step)(run, updated)
                 stages.record(run, batch, updated, released)
-                if run.due(config.evaluation.every) and not run.evaluated:
+                if run.evaluation_due:
                     stages.at(stages.evaluate, step)(run, released)
-                if run.due(config.training.checkpoint_every):
+                if run.checkpoint_due:
                     stages.at(stages.checkpoint, step)(run, released)
             final = stages.export(run, released)
     return _result(run.name, run.version, final, run.history)

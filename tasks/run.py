@@ -92,13 +92,18 @@ class Run:
         return range(self.next_step, self.config.training.steps)
 
     @property
-    def evaluated(self) -> bool:
-        """Whether the policy as it stands has been evaluated: a resumed run's may have been."""
+    def evaluation_due(self) -> bool:
+        """Whether the policy as it stands is to be evaluated: not where a resumed run's was."""
         found = self.history.evaluation_at(self.next_step)
-        return found is not None and found.version == self.version
+        done = found is not None and found.version == self.version
+        return self._due(self.config.evaluation.every) and not done
 
-    def due(self, every: int) -> bool:
-        """Whether something done every so many steps is due after the step just trained."""
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether a checkpoint is, after the step just trained."""
+        return self._due(self.config.training.checkpoint_every)
+
+    def _due(self, every: int) -> bool:
         return self.next_step == self.config.training.steps or self.next_step % every == 0
 
     def note(self, published: Published) -> None:
