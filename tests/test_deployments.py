@@ -10,6 +10,7 @@ import pytest
 import yaml
 from prefect import Flow
 
+from infra.zombies import HEARTBEAT_S
 from tasks.presets import preset_names, resolve
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
@@ -71,6 +72,14 @@ def test_garbage_is_collected_weekly_and_only_once_at_a_time(
     assert form["dry_run"]["default"] is True
     assert (form["grace_hours"]["default"], form["grace_hours"]["minimum"]) == (24.0, 1)
     assert form["keep_versions"]["minimum"] == 0
+
+
+def test_runs_send_the_heartbeats_that_zombies_lack(
+    deployments: dict[str, dict[str, Any]],
+) -> None:
+    for entry in deployments.values():
+        environment = entry["work_pool"]["job_variables"]["env"]
+        assert environment == {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}
 
 
 def test_the_form_has_bounds_and_help() -> None:

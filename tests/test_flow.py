@@ -23,6 +23,7 @@ from typing import Any, cast
 import httpx
 import pytest
 from distributed import Client
+from prefect.automations import Automation
 from prefect.client.orchestration import get_client
 from typer.testing import CliRunner
 
@@ -34,6 +35,7 @@ from infra.local import prefect_api
 from infra.object_store import read_credentials
 from infra.processes import child_environment, environment
 from infra.state import read_record
+from infra.zombies import NAME, mark_zombies
 from tasks import stages
 from tasks.cluster import ROLLOUT, TRAINER, submit_to, workers_with
 from tasks.errors import ConfigError, MismatchError, RunClosed, SeedFailed, UnitFailed
@@ -42,13 +44,14 @@ from tasks.presets import Overrides, resolve
 from tasks.rollout.worker import Warm
 from tasks.run import Run
 from tasks.store import ObjectStore, StoreLocation
-from tasks.training import checkpoint, stored_policy
+from tasks.training import stored_policy
 from tasks.warm import warm as warm_state
 from tasks.weights.__main__ import app
-from tasks.weights.commit import lineage, load_manifest, read_ref
+from tasks.weights.commit import load_manifest, read_ref
 from tasks.weights.digest import tensor_digest
 from tasks.weights.final import fetch_checkpoint
 from tasks.weights.transfer import EngineWeights
+from tests import chaos
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "deployments/policies/tiny"
@@ -236,6 +239,13 @@ def test_prefect_shows_the_run(second: Result) -> None:
     assert {"progress", "metrics", "exact-match", "trajectories", "weights", "report"} <= keys
 
 
+def test_zombies_are_marked_by_one_automation(second: Result) -> None:
+    assert mark_zombies()
+    assert not mark_zombies(), "once is enough"
+    found = Automation.read(name=NAME)
+    assert found.enabled
+
+
 def test_the_report_opens_from_the_run_s_page(
     second: Result, store: ObjectStore, home: Path
 ) -> None:
@@ -299,24 +309,12 @@ def _groups(store: ObjectStore, run: str, step: int) -> list[str]:
 
 
 # One question at a time on the engine: the same bits, however often the flow dies.
-EXACT: dict[str, Any] = {
-    "seed": 3,
-    "data": {"held_out_questions": 6},
-    "rollout": {"questions_per_step": 6, "group_size": 4, "deterministic": True},
-    "training": {"steps": 3, "mini_batch_size": 8, "checkpoint_every": 2},
-    "evaluation": {"every": 3},
-}
+EXACT = chaos.settings(steps=3)
 
 
-def _begin(tree: dict[str, Any], resume: str | None = None) -> subprocess.Popen[bytes]:
-    """The flow in a process of its own, on the standing services."""
-    command = [sys.executable, "-m", "flows.train", *(["--resume", resume] if resume else [])]
-    for section, value in tree.items():
-        fields = value.items() if isinstance(value, dict) else [("", value)]
-        for field, one in fields:
-            path = f"{section}.{field}".rstrip(".")
-            command += ["--set", f"{path}={json.dumps(one)}"]
-    return subprocess.Popen(command, cwd=ROOT, env=dict(os.environ))
+@pytest.fixture(scope="module")
+def undisturbed(home: Path) -> Result:
+    return train(preset="tiny", overrides=overrides(EXACT))
 
 
 def _until(check: Callable[[], Any], within_s: float, process: subprocess.Popen[bytes]) -> Any:
@@ -329,13 +327,11 @@ def _until(check: Callable[[], Any], within_s: float, process: subprocess.Popen[
 
 
 def test_a_run_whose_flow_dies_twice_reaches_the_same_bits(
-    home: Path, store: ObjectStore, client: Client
+    home: Path, store: ObjectStore, client: Client, undisturbed: Result
 ) -> None:
-    undisturbed = train(preset="tiny", overrides=overrides(EXACT))
-    before = set(_runs(store))
-
-    flow = _begin(EXACT)
-    (run,) = _until(lambda: set(_runs(store)) - before, 60, flow)
+    before = chaos.runs(store)
+    flow = chaos.begin(EXACT)
+    (run,) = _until(lambda: chaos.runs(store) - before, 60, flow)
     _until(lambda: store.list(f"runs/{run}/accepted/train-000001/"), 120, flow)
     flow.send_signal(signal.SIGTERM)  # as a cancellation does
     began = time.monotonic()
@@ -345,7 +341,7 @@ def test_a_run_whose_flow_dies_twice_reaches_the_same_bits(
     assert _at_work(client) == [], "the workers are not free"
     assert time.monotonic() - began < 10
 
-    flow = _begin(EXACT, run)
+    flow = chaos.begin(EXACT, run)
     _until(lambda: _head_version(store, run) >= 2, 120, flow)
     with pytest.raises(RunClosed, match="already open"):
         train(preset="tiny", overrides=overrides(EXACT), resume=run)
@@ -354,25 +350,10 @@ def test_a_run_whose_flow_dies_twice_reaches_the_same_bits(
     resumed = train(preset="tiny", overrides=overrides(EXACT), resume=run)
 
     assert (resumed.run, resumed.version) == (run, undisturbed.version)
-    ours, theirs = (checkpoint.latest(store, one) for one in (run, undisturbed.run))
-    assert ours is not None
-    assert theirs is not None
-    assert ours.records == theirs.records
-    assert _digests(store, run) == _digests(store, undisturbed.run)
+    chaos.check(store, run, undisturbed.run, steps=3)
     assert resumed.last_em == undisturbed.last_em
-    for step in range(3):
-        units = [
-            json.loads(line)["unit_id"]
-            for key in store.list(f"runs/{run}/accepted/train-{step:06d}/")
-            for line in store.get(key).decode().splitlines()
-        ]
-        assert sorted(units) == [f"train-{step:06d}-{i:05d}" for i in range(6)]
     assert [row["step"] for row in history(store, resumed, "step")] == [0, 1, 2]
     assert [row["step"] for row in history(store, resumed, "evaluation")] == [0, 3]
-
-
-def _runs(store: ObjectStore) -> list[str]:
-    return [key.split("/")[1] for key in store.list("runs/") if key.endswith("/run.json")]
 
 
 def _head_version(store: ObjectStore, run: str) -> int:
@@ -380,17 +361,23 @@ def _head_version(store: ObjectStore, run: str) -> int:
     return -1 if ref is None else ref.version
 
 
-def _digests(store: ObjectStore, run: str) -> dict[int, dict[str, str]]:
-    return {
-        trained: {t.name: t.digest for t in load_manifest(store, run, ref).tensors}
-        for trained, ref in lineage(store, run, 0).items()
-    }
-
-
 def _at_work(client: Client) -> list[str]:
     """Keys of what runs on any worker."""
     running = cast("dict[str, list[str]]", client.run(_running_here))
     return [key for keys in running.values() for key in keys]
+
+
+def test_deaths_at_random_change_nothing(
+    home: Path, store: ObjectStore, undisturbed: Result
+) -> None:
+    """Three of them; `python -m tests.chaos` makes more."""
+    disturbed = chaos.Chaos(home, seed=1)
+    longer = chaos.settings(steps=6)
+    name = disturbed.run(longer, kills=3)
+    other = train(preset="tiny", overrides=overrides(longer), resume=undisturbed.run)
+    chaos.check(store, name, other.run, steps=6)
+    for death in disturbed.deaths:
+        assert death.stood_s < chaos.LIMIT_S, death
 
 
 def test_a_retried_flow_run_goes_on_with_its_run(
