@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,9 @@ from tasks.config import TrainConfig
 from tasks.errors import RewardError, RunClosed, UnitFailed
 from tasks.presets import resolve
 from tasks.rollout import fleet as fleet_module
+from tasks.rollout.accepted import AcceptedLog
 from tasks.rollout.agent import Unit
+from tasks.rollout.board import FlowQueue
 from tasks.rollout.engine import Sampling
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.trajectory import GroupSummary, group_from_bytes
@@ -235,6 +237,48 @@ def test_a_killed_workers_units_are_done_elsewhere_and_its_successor_serves(
         assert _eventually(all_serve, 30)
 
 
+def test_trainer_workers_belong_to_one_open_run(client: Client) -> None:
+    (trainer,) = workers_with(client, TRAINER)
+    with closing(FlowQueue(client, "first")) as first:
+        assert first.claim_trainers(2).workers == (), "there is but one"
+        assert first.claim_trainers(1).workers == (trainer,)
+        with closing(FlowQueue(client, "second")) as second:
+            refused = second.claim_trainers(1)
+            assert (refused.workers, refused.held_by) == ((), {"first": 1})
+            first.close()
+            assert second.claim_trainers(1).workers == (trainer,)
+
+
+def test_results_of_an_earlier_life_are_not_sampled_again(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    def opened(life: int) -> Fleet:
+        spec = RolloutSpec("lives", "lives", config, object_store.location, "no", "/nowhere", life)
+        log = AcceptedLog(object_store, "lives", life)
+        return Fleet(client, spec, LOG, None, partial(noop.serve, shape=SHORT), log)
+
+    units = _units(3, 6, version=7)
+    with closing(opened(0)) as fleet:
+        fleet.offer(units[:4])
+        first = fleet.collect(_ids(units[:4]))
+        assert fleet.reused == 0
+    with closing(opened(1)) as fleet:
+        fleet.offer(units)
+        groups = fleet.collect(_ids(units))
+        assert groups[:4] == first
+        assert fleet.reused == 4
+        assert all(".safetensors" in g.key and "-1." in g.key for g in groups[4:])
+        # Sampled at another version, they are of no use.
+        newer = [replace(unit, version=8) for unit in _units(4, 2, version=8)]
+        fleet.offer(newer)
+        fleet.collect(_ids(newer))
+    with closing(opened(2)) as fleet:
+        older = _units(4, 2, version=9)
+        fleet.offer(older)
+        assert {g.version for g in fleet.collect(_ids(older))} == {9}
+        assert fleet.reused == 0
+
+
 def test_a_straggler_does_not_hold_up_a_step_and_every_group_counts_once(
     client: Client, config: TrainConfig, object_store: ObjectStore
 ) -> None:
@@ -249,7 +293,7 @@ def test_a_straggler_does_not_hold_up_a_step_and_every_group_counts_once(
         # The slow worker takes 16 s for any unit, and it was given some.
         assert time.monotonic() - began < 14
         assert [g.unit_id for g in groups] == _ids(units)
-        assert any(g.key.endswith("-2.safetensors") for g in groups), "a second attempt counted"
+        assert any(g.key.endswith("-0.2.safetensors") for g in groups), "a second attempt counted"
         for summary in groups:
             group = group_from_bytes(object_store.get(summary.key))
             tokens = [len(t.ids) for t in group.trajectories]
