@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from prefect import flow, get_run_logger, runtime
+from prefect import flow, get_run_logger
+from prefect.runtime import flow_run
 from pydantic import BaseModel
 
 from flows.cli import check_inputs, overrides_from, run_flow
@@ -64,12 +65,12 @@ def train(
 
     config = resolve(preset, overrides)
     inputs = load_inputs(config, home_folder() / "cache")
-    flow_run = runtime.flow_run.id
+    flow_run_id = flow_run.get_id()
     with attached(config, get_run_logger()) as cluster:
-        resume = resume or begun_by(ObjectStore(cluster.store), flow_run)
+        resume = resume or begun_by(ObjectStore(cluster.store), flow_run_id)
         policy = stages.base_policy(cluster, inputs, resume)
         with (
-            open_run(preset, inputs, cluster, policy, resume, flow_run) as run,
+            open_run(preset, inputs, cluster, policy, resume, flow_run_id) as run,
             live_table(run.history),
         ):
             released = stages.prepare(run)

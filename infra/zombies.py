@@ -9,6 +9,7 @@ ended, it is a zombie: its machine was lost, or its process killed.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from datetime import timedelta
 
@@ -27,10 +28,14 @@ _ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 
 def mark_zombies() -> bool:
     """Creates the automation at the current Prefect server; whether it was not there."""
+    return asyncio.run(_mark())
+
+
+async def _mark() -> bool:
     try:
-        Automation.read(name=NAME)
+        await Automation.aread(name=NAME)
     except ValueError:  # how Prefect says that there is none of that name
-        _automation().create()
+        await _automation().acreate()
         return True
     return False
 
@@ -49,8 +54,10 @@ def _automation() -> Automation:
             threshold=1,
             within=timedelta(seconds=3 * HEARTBEAT_S),
         ),
-        actions=[
+        actions=[  # type: ignore[arg-type] (a list of one of the kinds that there are)
             ChangeFlowRunState(
+                name=None,
+                force=False,
                 state=StateType.CRASHED,
                 message="No heartbeat for 90 seconds: the flow's process or machine is gone. Start "
                 "it again with `resume` set to the run's name",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,7 +82,7 @@ class _Folder:
             raise StoreConflict(key)
         self.data[key] = data
 
-    def get_many(self, keys: list[str]) -> list[bytes]:
+    def get_many(self, keys: Sequence[str]) -> list[bytes]:
         return [self.data[key] for key in keys]
 
     def list(self, prefix: str = "") -> list[str]:

@@ -242,7 +242,7 @@ def test_prefect_shows_the_run(second: Result) -> None:
 def test_zombies_are_marked_by_one_automation(second: Result) -> None:
     assert mark_zombies()
     assert not mark_zombies(), "once is enough"
-    found = Automation.read(name=NAME)
+    found = cast(Automation, Automation.read(name=NAME))
     assert found.enabled
 
 

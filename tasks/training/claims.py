@@ -7,7 +7,7 @@ the workers each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -36,7 +36,7 @@ def claim(
     size: int,
     present: Sequence[str],
     mine: Collection[str],
-    others: dict[str, Collection[str]],
+    others: Mapping[str, Collection[str]],
 ) -> Claim:
     """Grants a run its workers, those first that it holds.
 

@@ -150,7 +150,9 @@ def _measure(store: ObjectStore, folder: Path, size: str) -> dict[str, Any]:
     shapes, repeats = SIZES[size]
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
-    with environment(worker_environment(1, None)):  # or waiting threads spin on the others' cores
+    # As workers have it: else waiting threads spin on the others' cores.
+    variables = {k: v for k, v in worker_environment(1, None).items() if v is not None}
+    with environment(variables):
         for _ in range(ENGINES):
             ours, theirs = context.Pipe()
             arguments = (store.location, folder / "cache", shapes, theirs)
