@@ -76,8 +76,13 @@ class ScriptedEngine:
 
     def _complete(self, request: Request) -> Completion:
         unit_id, number, turn = request.request_id.rsplit("/", 2)
-        letters = self.script(unit_id, int(number), int(turn))[: request.max_tokens]
-        ids = [i for letter in letters for i in self.tokenizer.encode(letter)]
+        letters, ids = "", []
+        for letter in self.script(unit_id, int(number), int(turn)):
+            ids += self.tokenizer.encode(letter)  # some take several
+            if len(ids) > request.max_tokens:
+                del ids[request.max_tokens :]
+                break
+            letters += letter
         digest = hashlib.blake2b(request.request_id.encode(), digest_size=2).digest()
         base = -int.from_bytes(digest, "big") / 65536 - 1
         made = Completion(
