@@ -239,7 +239,7 @@ def test_prefect_shows_the_run(second: Result) -> None:
     assert {"progress", "metrics", "exact-match", "trajectories", "weights", "report"} <= keys
 
 
-def test_zombies_are_marked_by_one_automation(second: Result) -> None:
+def test_zombies_are_marked_by_one_automation(home: Path) -> None:
     assert mark_zombies()
     assert not mark_zombies(), "once is enough"
     found = cast(Automation, Automation.read(name=NAME))
