@@ -11,7 +11,12 @@ host as well, and written whole into every engine.
 
 Seconds go from the call that prepares the publish to the last engine's report; `stopped` are those
 in which the slowest engine could not have generated: the scatter. A step moves about 1 % of the
-values by a unit in the last place. Sizes: 2 MB, SmolLM2's 270 MB, and 2 GB.
+values by a unit in the last place. Sizes: 2 MB, SmolLM2's 270 MB, and 2 GB; 2 GB takes 20 GB of
+memory.
+
+Measured on 2 cores of an AMD EPYC (2026-11-30), delta against full: 2 MB 0.113 and 0.133 s; 270 MB
+1.04 and 4.73 s (1.0 and 256 MB sent, stopped for 0.05 s); 2 GB 5.4 and 40.8 s (7.8 MB and 1.97 GB,
+stopped for 0.17 s).
 """
 
 from __future__ import annotations
