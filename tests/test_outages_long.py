@@ -1,0 +1,107 @@
+"""Services that freeze or die under a run: it goes on, or ends and is resumed; the same bits."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.state import read_record
+from tasks.store import ObjectStore
+from tests import chaos
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+STEPS = 5
+OUTAGE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("outages")
+    with chaos.standing(folder):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def stage(home: Path) -> chaos.Chaos:
+    return chaos.Chaos(home, seed=0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stage: chaos.Chaos) -> str:
+    return stage.run(chaos.settings(STEPS), kills=0)
+
+
+def _child(home: Path, name: str) -> psutil.Process:
+    """The process of a standing service that serves, not what started it."""
+    record = read_record(home)
+    assert record is not None
+    (child,) = [one for one in record.children if one.name == name]
+    return psutil.Process(child.pid)
+
+
+def _midway(store: ObjectStore, flow: subprocess.Popen[bytes], before: set[str]) -> str:
+    """Waits until the run has published its second step; its name."""
+    deadline = time.monotonic() + 120
+    while True:
+        assert flow.poll() is None, "the flow ended before its time"
+        assert time.monotonic() < deadline
+        new = chaos.runs(store) - before
+        if new and chaos.progress(store, next(iter(new)))[0] >= 2:
+            return new.pop()
+        threading.Event().wait(0.1)
+
+
+@pytest.mark.parametrize("service", ["store", "prefect", "scheduler"])
+def test_a_service_that_freezes(
+    home: Path, stage: chaos.Chaos, undisturbed: str, service: str
+) -> None:
+    before = chaos.runs(stage.store)
+    flow = chaos.begin(chaos.settings(STEPS))
+    name = _midway(stage.store, flow, before)
+    process = _child(home, service)
+    family = [process, *process.children(recursive=True)]
+    for one in family:
+        one.send_signal(signal.SIGSTOP)
+    threading.Event().wait(OUTAGE_S)
+    for one in family:
+        one.send_signal(signal.SIGCONT)
+    _finish(stage, flow, name, undisturbed)
+
+
+def _finish(stage: chaos.Chaos, flow: subprocess.Popen[bytes], name: str, undisturbed: str) -> None:
+    """To the end, by the user's one command where the flow has ended in an error."""
+    if flow.wait(300) != 0:
+        flow = chaos.begin(chaos.settings(STEPS), name)
+        assert flow.wait(300) == 0
+    chaos.check(stage.store, name, undisturbed, STEPS)
+
+
+@pytest.mark.parametrize("service", ["scheduler", "store", "prefect"])
+def test_a_service_that_dies_ends_the_run_and_new_ones_resume_it(
+    tmp_path: Path, service: str
+) -> None:
+    with chaos.standing(tmp_path):
+        stage = chaos.Chaos(tmp_path, seed=0)
+        undisturbed = stage.run(chaos.settings(STEPS), kills=0)
+        before = chaos.runs(stage.store)
+        flow = chaos.begin(chaos.settings(STEPS))
+        name = _midway(stage.store, flow, before)
+        process = _child(tmp_path, service)
+        for one in (*process.children(recursive=True), process):
+            one.kill()
+        began = time.monotonic()
+        assert flow.wait(300) != 0
+        took = time.monotonic() - began
+    with chaos.standing(tmp_path):
+        stage = chaos.Chaos(tmp_path, seed=0)
+        flow = chaos.begin(chaos.settings(STEPS), name)
+        assert flow.wait(300) == 0
+        chaos.check(stage.store, name, undisturbed, STEPS)
+    assert took < chaos.LIMIT_S, f"the run stood still for {took:.0f} s before it ended"
