@@ -286,8 +286,8 @@ class TrainingConfig(_Section):
         3,
         ge=1,
         le=64,
-        description="How often a step samples further questions at most with zero_variance = "
-        "refill; then it trains on the groups it has.",
+        description="How often a step samples further questions at most, in place of those that "
+        "failed and, with zero_variance = refill, of uniform ones; then it trains on what it has.",
     )
     truncated: Literal["score", "mask"] = Field(
         "score",

@@ -31,6 +31,8 @@ from tasks.training import stored_policy
 from tasks.weights.commit import Published
 
 T = TypeVar("T")
+MAY_FAIL = 0.25
+"""Share of a step's questions that may be given up and made up for; more are no accident."""
 GANG_RETRIES = 3
 """How often one stage forms the gang anew: a batch that kills its ranks must not do so for ever."""
 
@@ -142,39 +144,35 @@ def rollout(run: Run, step: int, released: Released) -> Batch:
         units = train_units(run.inputs.train, run.config, admitted, released.published.version)
         run.fleet.offer(units)
     wanted = [f"train-{step:06d}-{i:05d}" for i in range(run.config.rollout.questions_per_step)]
-    groups = run.fleet.collect(wanted)
-    if run.config.training.zero_variance == "refill":
-        trained, stats = _refilled(run, step, released.published.version, groups)
-    else:
-        trained, stats = groups, batch_stats(groups, dropped=len(wanted) - len(groups))
+    groups = run.fleet.collect(wanted, may_fail=MAY_FAIL)
+    trained, stats = _filled_up(run, step, released.published.version, groups)
     return Batch(step, tuple(trained), stats, time.perf_counter() - began)
 
 
-def _refilled(
+def _filled_up(
     run: Run, step: int, version: int, groups: list[GroupSummary]
 ) -> tuple[list[GroupSummary], BatchStats]:
-    """The groups to train on once uniform ones were made up for, and the numbers of all sampled."""
+    """The groups to train on once those of no use were made up for, and the numbers of all."""
     train, config = run.inputs.train, run.config
     available = refill_available(train, config, step)
-    wanted = config.rollout.questions_per_step
-    refill = Refill(wanted, config.training.refill_rounds, available)
+    wanted, rounds = config.rollout.questions_per_step, config.training.refill_rounds
+    refill = Refill(wanted, rounds, available, config.training.zero_variance == "keep")
     refill.take(groups)
     while count := refill.ask():
         span = range(refill.refilled - count, refill.refilled)
         units = refill_units(train, config, step, version, span)
         run.fleet.offer(units)
-        refill.take(run.fleet.collect([unit.unit_id for unit in units]))
+        refill.take(run.fleet.collect([unit.unit_id for unit in units], may_fail=MAY_FAIL))
     trained = refill.trained()
-    uniform = sum(is_uniform(group) for group in trained)
-    if len(trained) < wanted or uniform:
+    if len(trained) < wanted or (not refill.keep_uniform and any(map(is_uniform, trained))):
         run.log.warning(
-            "step %d: %d groups with a spread of rewards after %d further questions in %d rounds "
+            "step %d: %d groups are of use after %d further questions in %d rounds "
             "(training.refill_rounds %d), wanted %d; training on %d groups",
             step,
-            len(trained) - uniform,
+            len([g for g in trained if refill.keep_uniform or not is_uniform(g)]),
             refill.refilled,
             refill.round,
-            config.training.refill_rounds,
+            rounds,
             wanted,
             len(trained),
         )

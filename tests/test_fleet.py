@@ -478,6 +478,30 @@ def test_failing_units(client: Client, config: TrainConfig, object_store: Object
         assert len(fleet.collect(_ids(units))) == 6, "the fleet survives them"
 
 
+def test_poisonous_units_are_given_up_where_some_may_be(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    def opened(life: int) -> Fleet:
+        spec = RolloutSpec("bad", "bad", config, object_store.location, "no", "/nowhere", life)
+        log = AcceptedLog(object_store, "bad", life)
+        return Fleet(client, spec, LOG, None, partial(noop.serve, shape=SHORT), log)
+
+    units = _units(0, 8, 0)
+    units[3] = replace(units[3], question=noop.FAILS)
+    with closing(opened(0)) as fleet:
+        fleet.offer(units)
+        groups = fleet.collect(_ids(units), may_fail=0.25)
+        assert [g.unit_id for g in groups] == _ids(units[:3] + units[4:])
+    with closing(opened(1)) as fleet:
+        fleet.offer(units)
+        assert fleet.collect(_ids(units), may_fail=0.25) == groups, "and it is not tried again"
+        assert fleet.reused == 8
+        worse = [replace(unit, question=noop.FAILS) for unit in _units(1, 8, 0)]
+        fleet.offer(worse)
+        with pytest.raises(UnitFailed, match=r"failed on every try.*of 8 units did"):
+            fleet.collect(_ids(worse), may_fail=0.25)
+
+
 def _rewarded(config: TrainConfig, **rollout: Any) -> TrainConfig:
     reward = {"reward": "tests.reward_functions:told", "reward_timeout_s": 2.0}
     return config.model_copy(

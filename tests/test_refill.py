@@ -63,6 +63,23 @@ def test_a_step_is_filled_up_or_says_that_it_could_not(
         assert refill.refilled == 0
 
 
+@given(st.integers(1, 8), st.integers(1, 4), st.lists(st.booleans(), min_size=64, max_size=64))
+def test_where_uniform_groups_are_kept_only_lost_ones_are_made_up_for(
+    wanted: int, rounds: int, lost: list[bool]
+) -> None:
+    """`lost`: whether each unit, in order, fails on every try."""
+    refill = Refill(wanted, rounds, 64, keep_uniform=True)
+    made = [g for g, gone in zip(_groups([False] * 64), lost, strict=True) if not gone]
+    refill.take([g for g in made if int(g.unit_id[1:]) < wanted])
+    while count := refill.ask():
+        first = wanted + refill.refilled - count
+        refill.take([g for g in made if first <= int(g.unit_id[1:]) < first + count])
+    if not any(lost[:wanted]):
+        assert refill.refilled == 0
+    assert refill.trained() == made[: len(refill.trained())]
+    assert len(refill.trained()) == wanted or refill.round == rounds
+
+
 def test_it_asks_for_as_many_as_the_share_so_far_makes_likely() -> None:
     refill = Refill(8, 2, 100)
     refill.take(_groups([True, True, True, True, True, True, False, False]))

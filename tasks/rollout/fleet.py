@@ -64,6 +64,8 @@ class Fleet:
         self._serve = serve
         self._groups: dict[str, GroupSummary] = {}
         self._dropped: dict[str, str] = {}
+        self._given_up: dict[str, str] = {}
+        self._offered: dict[str, int] = {}  # the version each unit is to be sampled at
         self._serving: dict[str, Future] = {}
         self._alone_since: float | None = None
         self._look_again = 0.0
@@ -83,7 +85,9 @@ class Fleet:
 
     def offer(self, units: Sequence[Unit]) -> None:
         """Puts units into the queue, but for those of which there is a result at that version."""
-        self._queue.offer([asdict(unit) for unit in units if not self._is_known(unit)])
+        new = [unit for unit in units if not self._is_known(unit)]
+        self._offered |= {unit.unit_id: unit.version for unit in new}
+        self._queue.offer([asdict(unit) for unit in new])
 
     def _is_known(self, unit: Unit) -> bool:
         batch = batch_of(unit.unit_id)
@@ -99,17 +103,22 @@ class Fleet:
         return True
 
     def collect(
-        self, unit_ids: Sequence[str], progress: Callable[[int], None] | None = None
+        self,
+        unit_ids: Sequence[str],
+        progress: Callable[[int], None] | None = None,
+        may_fail: float = 0.0,
     ) -> list[GroupSummary]:
         """Waits for these units' groups; returns them in the order asked for.
 
-        A group that the run's reward function failed on is left out, with a warning.
+        A group that the run's reward function failed on is left out, with a warning; so is a unit
+        that failed on every try, where some may.
 
         Args:
             progress: called with the number that is there whenever it may have grown.
+            may_fail: share of the units that may be given up, one at least unless it is 0.
 
         Raises:
-            UnitFailed: a unit was given up.
+            UnitFailed: more units were given up.
             RewardError: more than rollout.max_failed_rewards of them were left out.
             ClusterError: no rollout worker is left and none came back in time.
             KindlingError: what stopped a worker's loop.
@@ -117,28 +126,39 @@ class Fleet:
         while True:
             there = [unit_id for unit_id in unit_ids if unit_id in self._groups]
             dropped = [unit_id for unit_id in unit_ids if unit_id in self._dropped]
+            given_up = [unit_id for unit_id in unit_ids if unit_id in self._given_up]
             if progress is not None:
                 progress(len(there))
             self._require_rewards(dropped, len(unit_ids))
-            if len(there) + len(dropped) == len(unit_ids):
+            if len(given_up) > (max(1, may_fail * len(unit_ids)) if may_fail else 0):
+                raise UnitFailed(
+                    f"unit {given_up[0]} failed on every try: {self._given_up[given_up[0]]} "
+                    f"({len(given_up)} of {len(unit_ids)} units did)"
+                )
+            if len(there) + len(dropped) + len(given_up) == len(unit_ids):
                 return [self._groups.pop(unit_id) for unit_id in there]
             done, events, failed = self._queue.collect()
+            done = [*done] + [
+                {"unit_id": unit_id, "version": self._offered[unit_id], "given_up": failed[unit_id]}
+                for unit_id in unit_ids
+                if unit_id in failed and unit_id not in self._given_up
+            ]
             if done and self._accepted is not None:
                 self._accepted.append(done)
             for result in done:
                 self._take(result)
             for event in events:
                 self._note(event)
-            for unit_id in unit_ids:
-                if unit_id in failed:
-                    raise UnitFailed(f"unit {unit_id} failed on every try: {failed[unit_id]}")
             lost = any(event["kind"] == "worker_lost" for event in events)
             if lost or time.monotonic() > self._look_again:
                 self._serve_everywhere()
 
     def _take(self, result: Wire) -> None:
         unit_id = result["unit_id"]
-        if "dropped" in result:
+        if "given_up" in result:
+            self._given_up[unit_id] = result["given_up"]
+            self._log.warning("unit %s is given up: %s", unit_id, result["given_up"])
+        elif "dropped" in result:
             self._dropped[unit_id] = result["dropped"]
             self._log.warning("group %s is left out: %s", unit_id, result["dropped"])
         else:
@@ -170,7 +190,8 @@ class Fleet:
         for address in present:
             future = self._serving.get(address)
             if future is None:
-                key = f"{self._spec.run}-serve-{address}"
+                # A life's own: Dask would answer with a loop of the last one, which has ended.
+                key = f"{self._spec.run}-{self._spec.life}-serve-{address}"
                 self._serving[address] = submit_to(
                     self._client, address, key, self._serve, self._spec
                 )

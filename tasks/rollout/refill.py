@@ -24,19 +24,21 @@ def is_uniform(group: GroupSummary) -> bool:
 
 @dataclass(slots=True)
 class Refill:
-    """A step's groups while further questions are sampled in place of uniform ones.
+    """A step's groups while further questions are sampled in place of those that are of no use:
+    the ones that failed, and the uniform ones unless these are kept.
 
     A pure state machine: `ask` says how many questions to sample next, `take` is given their groups
     in the order of their units, until `ask` says 0. Which groups are trained on follows from that
     order alone, never from which came back first: the quick ones are the short ones.
 
     wanted: groups to train on. rounds: how often more are asked for at most. available: further
-    questions there are.
+    questions there are. keep_uniform: uniform groups are trained on, too.
     """
 
     wanted: int
     rounds: int
     available: int
+    keep_uniform: bool = False
     sampled: list[GroupSummary] = field(default_factory=list)
     refilled: int = 0
     round: int = 0
@@ -51,11 +53,11 @@ class Refill:
         As many as ought to close the gap at the share of groups that had a spread so far, but no
         more than a step's worth at once.
         """
-        varied = len(self._varied())
-        missing = self.wanted - varied
+        useful = len(self._useful())
+        missing = self.wanted - useful
         if missing <= 0 or self.round == self.rounds:
             return 0
-        likely = math.ceil(missing * len(self.sampled) / varied) if varied else self.wanted
+        likely = math.ceil(missing * len(self.sampled) / useful) if useful else self.wanted
         count = min(max(missing, likely), self.wanted, self.available - self.refilled)
         if count > 0:
             self.round += 1
@@ -63,11 +65,11 @@ class Refill:
         return count
 
     def trained(self) -> list[GroupSummary]:
-        """The groups to train on: the first `wanted` that are not uniform.
+        """The groups to train on: the first `wanted` that are of use.
 
         Where none has a spread, the step's own: their KL and entropy terms still count.
         """
-        return self._varied()[: self.wanted] or self.sampled[: self.wanted]
+        return self._useful()[: self.wanted] or self.sampled[: self.wanted]
 
-    def _varied(self) -> list[GroupSummary]:
-        return [group for group in self.sampled if not is_uniform(group)]
+    def _useful(self) -> list[GroupSummary]:
+        return [group for group in self.sampled if self.keep_uniform or not is_uniform(group)]
