@@ -56,6 +56,10 @@ class GangError(KindlingError, RuntimeError):
     """A trainer rank is missing, runs on the wrong worker or belongs to an older epoch."""
 
 
+class WorkerBusy(GangError):
+    """A trainer worker is still at work for an earlier gang and does not stop."""
+
+
 class RunClosed(KindlingError, RuntimeError):
     """The run was closed (finished, cancelled or its lease ran out): stop working for it."""
 

@@ -18,7 +18,7 @@ from prefect.states import State
 
 from tasks import artifacts
 from tasks.cluster import Attached
-from tasks.errors import GangError, MismatchError
+from tasks.errors import GangError, MismatchError, StoreConflict, StoreError, UnitFailed
 from tasks.evaluation.held_out import evaluate_version
 from tasks.inputs import Inputs
 from tasks.metrics import BatchStats, Evaluation, StepRecord, batch_stats
@@ -26,15 +26,16 @@ from tasks.rollout.batches import refill_available, refill_units, train_units
 from tasks.rollout.refill import Refill, is_uniform
 from tasks.rollout.trajectory import GroupSummary
 from tasks.run import Run, recorded
-from tasks.store import ObjectStore
+from tasks.store import ObjectMissing, ObjectStore
 from tasks.training import stored_policy
 from tasks.weights.commit import Published
 
 T = TypeVar("T")
 MAY_FAIL = 0.25
 """Share of a step's questions that may be given up and made up for; more are no accident."""
-GANG_RETRIES = 3
-"""How often one stage forms the gang anew: a batch that kills its ranks must not do so for ever."""
+RETRY_AFTER_S = [0.5, 10.0, 30.0]
+"""Waits before a stage forms the gang anew; no more than these: a batch that kills its ranks must
+not do so for ever."""
 
 
 def at(stage: Task[Any, T], step: int) -> Task[Any, T]:
@@ -77,14 +78,18 @@ class Released:
 
 
 def _gang_broke(task: Any, task_run: Any, state: State[Any]) -> bool:
-    """Whether a stage failed because a trainer rank did: it is tried again with a new gang."""
-    return isinstance(state.result(raise_on_failure=False), GangError)
+    """Whether a stage failed because a trainer rank did, or the store was away for a moment while
+    the gang formed: it is tried again, with a new gang where that broke."""
+    error = state.result(raise_on_failure=False)
+    away = isinstance(error, StoreError) and not isinstance(error, StoreConflict | ObjectMissing)
+    return isinstance(error, GangError) or away
 
 
 gang_task = task(
     cache_policy=NO_CACHE,
     persist_result=False,
-    retries=GANG_RETRIES,
+    retries=len(RETRY_AFTER_S),
+    retry_delay_seconds=RETRY_AFTER_S,
     retry_condition_fn=_gang_broke,
 )
 """A stage on the trainer gang. A broken gang shows as this task's retry, with its reason."""
@@ -164,6 +169,8 @@ def _filled_up(
         run.fleet.offer(units)
         refill.take(run.fleet.collect([unit.unit_id for unit in units], may_fail=MAY_FAIL))
     trained = refill.trained()
+    if not trained:
+        raise UnitFailed(f"step {step}: not one of its {wanted} groups could be sampled; see above")
     if len(trained) < wanted or (not refill.keep_uniform and any(map(is_uniform, trained))):
         run.log.warning(
             "step %d: %d groups are of use after %d further questions in %d rounds "

@@ -252,7 +252,7 @@ def serve(spec: RolloutSpec, shape: Shape = Shape()) -> None:
             model = spec.config.model
             state.tokenizer = load_tokenizer(Path(model.path), model.chat)
     config = spec.config
-    units = WorkerQueue(worker, spec.run)
+    units = WorkerQueue(worker, spec.run, spec.token)
     retriever = NoopRetriever(shape.failing_searches)
     agent = FragileAgent(
         NoopEngine(replace(shape, pause_s=shape.slow_s) if worker.name == shape.slow else shape),

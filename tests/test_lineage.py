@@ -17,6 +17,7 @@ from tasks.weights.commit import (
     load_manifest,
     published_before,
     read_head,
+    require_fence,
 )
 from tasks.weights.publisher import survey
 from tests.weights_helpers import Gang, Weights, memory_store, perturbed, random_weights, shards_of
@@ -54,6 +55,12 @@ def test_a_fenced_publisher_loses_and_the_next_one_wins(store: ObjectStore) -> N
         commit(store, "run", 1, parts, {TRAINED: 1}, "0.1")
     with pytest.raises(StoreConflict, match="belongs to"):
         commit(store, "run", 1, parts, {TRAINED: 1})
+    for older in ("0.1", ""):
+        with pytest.raises(StoreConflict, match=r"younger flow \(epoch 0\.2"):
+            fence_off(store, "run", older)
+        with pytest.raises(StoreConflict, match=r"belongs to epoch 0\.2"):
+            require_fence(store, "run", older)
+    require_fence(store, "run", "0.2")
     young = Gang(store, "run", resume=True)
     assert _publish(young, perturbed(first, 3), 1, "0.2").version == 1
     found = read_head(store, "run")

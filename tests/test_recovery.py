@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 from distributed import Client
@@ -19,10 +19,11 @@ from infra.cluster import connect, start_scheduler, start_workers, wait_for_work
 from infra.processes import ProcessGroup
 from tasks.cluster import TRAINER, workers_with
 from tasks.config import TrainConfig
-from tasks.errors import GangError
+from tasks.errors import ClusterError, GangError, StoreConflict, StoreError
 from tasks.rollout.trajectory import GroupSummary, group_to_bytes
 from tasks.store import ObjectStore
 from tasks.training import silence
+from tasks.training import trainers as trainers_module
 from tasks.training.checkpoint import Checkpoint
 from tasks.training.claims import Claim, claim
 from tasks.training.member import TrainerSpec
@@ -78,9 +79,11 @@ def _claims(client: Client) -> Callable[[int], Claim]:
     return lambda size: claim(size, workers_with(client, TRAINER), (), {})
 
 
-def _opened(client: Client, config: TrainConfig, store: ObjectStore, run: str) -> Trainers:
+def _opened(
+    client: Client, config: TrainConfig, store: ObjectStore, run: str, life: int = 0
+) -> Trainers:
     cache = str(Path(config.model.path).parent / "cache")
-    spec = TrainerSpec(run, 0, config, store.location, cache, None)
+    spec = TrainerSpec(run, life, config, store.location, cache, None)
     return Trainers(client, spec, "127.0.0.1", _claims(client), LOG)
 
 
@@ -190,6 +193,62 @@ def test_a_rank_that_fails_changes_nothing(
     assert {trained: ref.version for trained, ref in refs.items()} == {n: n for n in range(4)}
 
 
+def test_a_store_that_is_away_while_the_gang_forms(
+    client: Client,
+    config: TrainConfig,
+    object_store: ObjectStore,
+    batches: list[list[GroupSummary]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait_for_workers(client, 1, RANKS, 60)
+    good = trainers_module.fence_off
+    answers: list[Exception | None] = [StoreError("away"), None]
+
+    def fence_off(*arguments: Any) -> Any:
+        if (error := answers.pop(0)) is not None:
+            raise error
+        return good(*arguments)
+
+    monkeypatch.setattr(trainers_module, "fence_off", fence_off)
+    trainers = _opened(client, config, object_store, "away")
+    try:
+        with pytest.raises(StoreError, match="away"):
+            trainers.publish(0)
+        assert trainers.publish(0).version == 0
+    finally:
+        trainers.close()
+
+
+def test_a_flow_that_was_thought_dead_can_do_nothing_to_its_successor(
+    client: Client,
+    config: TrainConfig,
+    object_store: ObjectStore,
+    batches: list[list[GroupSummary]],
+    undisturbed: Checkpoint,
+) -> None:
+    wait_for_workers(client, 1, RANKS, 60)
+    before = workers_with(client, TRAINER)
+    old = _opened(client, config, object_store, "resumed")
+    young = _opened(client, config, object_store, "resumed", life=1)
+    try:
+        old.publish(0)
+        old.update(0, batches[0])
+        assert young.publish(0).version == 0
+        with pytest.raises(GangError, match="serves another gang by now"):
+            old.publish(1)
+        young.update(0, batches[0])
+        with pytest.raises(StoreConflict, match="belongs to a younger flow"):
+            old.publish(1)
+        young.publish(1)
+        young.save_checkpoint(1, {})
+        assert workers_with(client, TRAINER) == before, "nobody was restarted"
+    finally:
+        old.close()
+        young.close()
+    versions = _versions(object_store, "resumed")
+    assert versions[1] == _versions(object_store, "undisturbed")[1]
+
+
 def test_a_gang_that_is_short_says_who_has_the_workers(
     client: Client, config: TrainConfig, object_store: ObjectStore
 ) -> None:
@@ -203,6 +262,6 @@ def test_a_gang_that_is_short_says_who_has_the_workers(
         return claim(size, workers_with(client, TRAINER), (), cast("dict", held))
 
     trainers = Trainers(client, spec, "127.0.0.1", refused, LOG)
-    with pytest.raises(GangError, match=r"2 trainer workers.*has 2.*1 by run other.*after 1 s"):
+    with pytest.raises(ClusterError, match=r"2 trainer workers.*has 2.*1 by run other.*after 1 s"):
         trainers.publish(0)
     trainers.close()

@@ -12,6 +12,7 @@ seen by Dask at once, one that hangs as a whole is missed after `queue.WORKER_SI
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
@@ -51,11 +52,20 @@ class _OpenRun:
     queue: UnitQueue
     deadline: float
     client: str
+    token: str
     events: list[Wire] = field(default_factory=list)
     trainers: tuple[str, ...] = ()
+    done_had: int = 0
+    events_had: int = 0
     # Two, so that a result wakes the flow and not every idle worker.
     work: asyncio.Event = field(default_factory=asyncio.Event)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def forget(self, done: int, events: int) -> None:
+        """Lets go of results and events that the flow has: so many since the run was opened."""
+        del self.queue.done[: done - self.done_had]
+        del self.events[: events - self.events_had]
+        self.done_had, self.events_had = done, events
 
     def wake_workers(self) -> None:
         """Wakes the workers that wait now; whoever comes later waits for the next change."""
@@ -113,16 +123,19 @@ class QueueBoard(SchedulerPlugin):
         for name in [name for name, run in self._runs.items() if run.client == client]:
             self._close(name)
 
-    async def kindling_open(self, run: str, client: str) -> None:
+    async def kindling_open(self, run: str, token: str, client: str) -> None:
         if run in self._runs and self._runs[run].deadline > time.monotonic():
             raise RunClosed(f"run {run!r} is already open in another flow; cancel that one first")
-        self._runs[run] = _OpenRun(UnitQueue(), time.monotonic() + LEASE_S, client)
-
-    async def kindling_renew(self, run: str) -> None:
-        self._get(run).deadline = time.monotonic() + LEASE_S
-
-    async def kindling_close(self, run: str) -> None:
         self._close(run)
+        self._runs[run] = _OpenRun(UnitQueue(), time.monotonic() + LEASE_S, client, token)
+
+    async def kindling_renew(self, run: str, token: str) -> None:
+        self._get(run, token).deadline = time.monotonic() + LEASE_S
+
+    async def kindling_close(self, run: str, token: str) -> None:
+        state = self._runs.get(run)
+        if state is not None and state.token == token:
+            self._close(run)
 
     def _close(self, run: str) -> None:
         closed = self._runs.pop(run, None)
@@ -130,26 +143,28 @@ class QueueBoard(SchedulerPlugin):
             closed.wake_workers()
             closed.wake_flow()
 
-    async def kindling_offer(self, run: str, units: Sequence[Wire]) -> None:
-        state = self._get(run)
+    async def kindling_offer(self, run: str, token: str, units: Sequence[Wire]) -> None:
+        state = self._get(run, token)
         state.queue.offer(units)
         state.wake_workers()
 
-    async def kindling_alive(self, run: str, worker: str) -> None:
+    async def kindling_alive(self, run: str, token: str, worker: str) -> None:
         """A sign of life, and the question whether the run is still open."""
-        self._get(run).queue.renew(worker, time.monotonic())
+        self._get(run, token).queue.renew(worker, time.monotonic())
 
-    async def kindling_pull(self, run: str, worker: str, count: int, wait: bool) -> Wire:
+    async def kindling_pull(
+        self, run: str, token: str, worker: str, count: int, wait: bool
+    ) -> Wire:
         """At most `count` units, with `wait` none only after `POLL_S`; and what to cancel."""
-        units = self._pull(run, worker, count)
-        if not units and wait and await _set_in_time(self._get(run).work):
-            units = self._pull(run, worker, count)
-        queue = self._get(run).queue
+        units = self._pull(run, token, worker, count)
+        if not units and wait and await _set_in_time(self._get(run, token).work):
+            units = self._pull(run, token, worker, count)
+        queue = self._get(run, token).queue
         retired = worker in queue.retired
         return {"units": units, "cancel": queue.cancellations(worker), "retired": retired}
 
-    def _pull(self, run: str, worker: str, count: int) -> list[Wire]:
-        state = self._get(run)
+    def _pull(self, run: str, token: str, worker: str, count: int) -> list[Wire]:
+        state = self._get(run, token)
         now = time.monotonic()
         for silent in state.queue.silent(now):
             self._lose(state, silent, f"gave no sign of life for {WORKER_SILENT_S:g} s")
@@ -157,14 +172,18 @@ class QueueBoard(SchedulerPlugin):
         assert self._scheduler is not None
         return state.queue.pull(worker, count, now) if worker in self._scheduler.workers else []
 
-    async def kindling_complete(self, run: str, worker: str, results: Sequence[Wire]) -> None:
-        state = self._get(run)
+    async def kindling_complete(
+        self, run: str, token: str, worker: str, results: Sequence[Wire]
+    ) -> None:
+        state = self._get(run, token)
         for result in results:
             state.queue.complete(worker, result, time.monotonic())
         state.wake_flow()
 
-    async def kindling_fail(self, run: str, worker: str, unit_id: str, message: str) -> None:
-        state = self._get(run)
+    async def kindling_fail(
+        self, run: str, token: str, worker: str, unit_id: str, message: str
+    ) -> None:
+        state = self._get(run, token)
         quarantined = state.queue.fail(worker, unit_id, message, time.monotonic())
         state.events.append(
             {"kind": "unit_failed", "worker": worker, "unit_id": unit_id, "message": message}
@@ -175,14 +194,14 @@ class QueueBoard(SchedulerPlugin):
         state.wake_workers()
         state.wake_flow()
 
-    async def kindling_report(self, run: str, event: Wire) -> None:
-        state = self._get(run)
+    async def kindling_report(self, run: str, token: str, event: Wire) -> None:
+        state = self._get(run, token)
         state.events.append(event)
         state.wake_flow()
 
-    async def kindling_load(self, run: str) -> Wire:
+    async def kindling_load(self, run: str, token: str) -> Wire:
         """What `scaling.Load` is made of."""
-        queue = self._get(run).queue
+        queue = self._get(run, token).queue
         return {
             "outstanding": queue.outstanding,
             "worker_s": queue.worker_s,
@@ -190,16 +209,16 @@ class QueueBoard(SchedulerPlugin):
             "idle": queue.idle(time.monotonic()),
         }
 
-    async def kindling_retire(self, run: str, worker: str) -> bool:
+    async def kindling_retire(self, run: str, token: str, worker: str) -> bool:
         """Gives a worker no more units unless it holds some; whether it does not."""
-        state = self._get(run)
+        state = self._get(run, token)
         retired = state.queue.retire(worker)
         state.wake_workers()
         return retired
 
-    async def kindling_claim_trainers(self, run: str, size: int) -> Wire:
+    async def kindling_claim_trainers(self, run: str, token: str, size: int) -> Wire:
         """`claims.Claim` of this run; what it held before and does not get again is free."""
-        state = self._get(run)
+        state = self._get(run, token)
         now = time.monotonic()
         others = {n: r.trainers for n, r in self._runs.items() if n != run and r.deadline > now}
         assert self._scheduler is not None
@@ -209,24 +228,27 @@ class QueueBoard(SchedulerPlugin):
         state.trainers = made.workers
         return asdict(made)
 
-    async def kindling_collect(self, run: str, done: int, events: int) -> Wire:
+    async def kindling_collect(self, run: str, token: str, done: int, events: int) -> Wire:
         """Results and events after the first `done` and `events`; waits `POLL_S` at most."""
-        state = self._get(run)
+        state = self._get(run, token)
         state.deadline = time.monotonic() + LEASE_S
-        if len(state.queue.done) == done and len(state.events) == events:
+        state.forget(done, events)
+        if not state.queue.done and not state.events:
             await _set_in_time(state.news)
-            state = self._get(run)
+            state = self._get(run, token)
         return {
-            "done": state.queue.done[done:],
-            "events": state.events[events:],
-            "failed": state.queue.failed,
+            "done": list(state.queue.done),
+            "events": list(state.events),
+            "failed": dict(state.queue.failed),
         }
 
-    def _get(self, run: str) -> _OpenRun:
+    def _get(self, run: str, token: str) -> _OpenRun:
+        """The run, for those who speak for its present life: its flow, and the loops it started."""
         state = self._runs.get(run)
-        if state is not None and state.deadline > time.monotonic():
+        if state is not None and state.deadline <= time.monotonic():
+            self._close(run)
+        elif state is not None and state.token == token:
             return state
-        self._runs.pop(run, None)
         raise RunClosed(f"run {run!r} is closed: it ended, was cancelled or its flow died")
 
 
@@ -239,11 +261,16 @@ async def _set_in_time(event: asyncio.Event) -> bool:
 
 
 class FlowQueue:
-    """The flow's side of its run's queue."""
+    """The flow's side of its run's queue.
+
+    Attributes:
+        token: of this opening of the run; whoever speaks for an earlier one is told RunClosed.
+    """
 
     def __init__(self, client: Client, run: str) -> None:
         self._client = client
         self._run = run
+        self.token = secrets.token_hex(8)
         self._done = 0
         self._events = 0
         client.register_plugin(QueueBoard())
@@ -251,7 +278,7 @@ class FlowQueue:
 
     def _call(self, handler: str, **arguments: Any) -> Any:
         remote: Callable[..., Coroutine[Any, Any, Any]] = getattr(self._client.scheduler, handler)
-        return self._client.sync(remote, run=self._run, **arguments)
+        return self._client.sync(remote, run=self._run, token=self.token, **arguments)
 
     def offer(self, units: Sequence[Wire]) -> None:
         self._call("kindling_offer", units=list(units))
@@ -285,13 +312,14 @@ class FlowQueue:
 class WorkerQueue:
     """A worker's side. Every call raises RunClosed once the run is closed."""
 
-    def __init__(self, worker: Worker, run: str) -> None:
+    def __init__(self, worker: Worker, run: str, token: str) -> None:
         self._worker = worker
         self._run = run
+        self._token = token
 
     def _call(self, handler: str, **arguments: Any) -> Any:
         remote = getattr(self._worker.scheduler, handler)
-        return sync(self._worker.loop, remote, run=self._run, **arguments)
+        return sync(self._worker.loop, remote, run=self._run, token=self._token, **arguments)
 
     def alive(self) -> None:
         """To be called every few seconds, or the units go to others."""

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import cast
 
@@ -59,7 +59,6 @@ class Fleet:
         self._accepted = accepted
         self._known: dict[str, dict[str, Wire]] = {}
         self.reused = 0
-        self._spec = spec
         self._log = log
         self._serve = serve
         self._groups: dict[str, GroupSummary] = {}
@@ -72,6 +71,7 @@ class Fleet:
         self.loads: dict[str, int] = {"engines": 0, "indexes": 0, "anchors": 0}
         self.applied: list[Wire] = []
         self._queue = queue or FlowQueue(client, spec.run)
+        self._spec = spec = replace(spec, token=self._queue.token)
         self._over = threading.Event()
         # Training may take minutes in which the flow's thread asks the queue for nothing.
         self._keepers = [threading.Thread(target=self._keep_lease, name="lease", daemon=True)]
@@ -138,7 +138,9 @@ class Fleet:
             if len(there) + len(dropped) + len(given_up) == len(unit_ids):
                 return [self._groups.pop(unit_id) for unit_id in there]
             done, events, failed = self._queue.collect()
-            done = [*done] + [
+            # One that was given up may come after all, from a worker that was thought lost.
+            done = [result for result in done if result["unit_id"] not in self._given_up]
+            done += [
                 {"unit_id": unit_id, "version": self._offered[unit_id], "given_up": failed[unit_id]}
                 for unit_id in unit_ids
                 if unit_id in failed and unit_id not in self._given_up
@@ -190,8 +192,8 @@ class Fleet:
         for address in present:
             future = self._serving.get(address)
             if future is None:
-                # A life's own: Dask would answer with a loop of the last one, which has ended.
-                key = f"{self._spec.run}-{self._spec.life}-serve-{address}"
+                # This opening's own: Dask would answer with a loop of the last, which has ended.
+                key = f"{self._spec.run}-{self._spec.token}-serve-{address}"
                 self._serving[address] = submit_to(
                     self._client, address, key, self._serve, self._spec
                 )

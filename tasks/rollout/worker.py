@@ -55,6 +55,7 @@ class RolloutSpec:
     weights_run: whose versions the units name; another than `run` in an evaluation by itself.
     index_key: of the index to search; None where config.retrieval.url does.
     life: how often the run was opened before; a part of its groups' keys.
+    token: of the run's queue, by which a loop of an earlier life is told from one of this.
     """
 
     run: str
@@ -64,6 +65,7 @@ class RolloutSpec:
     index_key: str | None
     cache_dir: str
     life: int = 0
+    token: str = ""
 
 
 @dataclass(slots=True)
@@ -165,7 +167,7 @@ def serve_run(spec: RolloutSpec) -> None:
         KindlingError: what stopped it, other than the run's end.
     """
     worker = this_worker()
-    queue = WorkerQueue(worker, spec.run)
+    queue = WorkerQueue(worker, spec.run, spec.token)
     engine_free = warm("rollout-lock", threading.Lock)
     try:
         # One engine, one run: a second run on this worker waits here, as long as it is open.

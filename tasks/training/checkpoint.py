@@ -29,7 +29,7 @@ KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 # Ranges are cut so that no object is larger than this: what a rank holds twice while it saves.
 OBJECT_BYTES = 128 * 2**20
 KEPT = 2
-"""Checkpoints of a run that are kept: the one before the newest too, in case that is damaged."""
+"""Checkpoints of a run that are kept: the one before the newest too, for whoever reads it now."""
 _MANIFEST = re.compile(r"runs/(?P<run>.+)/checkpoints/(?P<step>\d{8})\.json")
 
 

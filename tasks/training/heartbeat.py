@@ -44,8 +44,9 @@ class Heartbeat:
         if self._over:
             raise GangError(f"{self._where}: {self._over}")
 
-    def stop(self) -> None:
-        """No more signs of life; `check` passes from now on. Does not wait for the thread."""
+    def stop(self, why: str) -> None:
+        """No more signs of life; `check` raises from now on. Does not wait for the thread."""
+        self._over = self._over or why
         self._stopped.set()
 
     def _run(self) -> None:

@@ -6,6 +6,7 @@ runs. Every function here runs on all ranks of an epoch at once, since all of th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tasks.config import TrainConfig
-from tasks.errors import GangError, KindlingError, MismatchError, NotFiniteError
+from tasks.errors import GangError, KindlingError, MismatchError, NotFiniteError, WorkerBusy
 from tasks.rollout.trajectory import Group, GroupSummary, group_from_bytes
 from tasks.store import ObjectStore, StoreLocation
 from tasks.training import checkpoint
@@ -34,6 +35,8 @@ from tasks.weights.parts import DeviceShard, LocalShard, PreparedPart
 from tasks.weights.publisher import RankPublisher, survey
 
 T = TypeVar("T")
+LET_GO_S = 60.0
+"""Seconds a worker has to end what it does for an earlier gang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +82,32 @@ class Place:
     meeting: Meeting
     heartbeat: Heartbeat
 
+    @property
+    def fence(self) -> str:
+        return self.spec.fence(self.meeting.epoch)
+
 
 class Member:
-    """A trainer worker's warm state: the rank, and its place in the epoch it serves."""
+    """A trainer worker's warm state: the rank, and its place in the epoch it serves.
+
+    Attributes:
+        at_work: held while a stage runs here.
+    """
 
     def __init__(self) -> None:
         self.rank: TrainerRank | None = None
         self.place: Place | None = None
+        self.at_work = threading.Lock()
+
+    def stop(self, why: str) -> None:
+        """Has a stage that runs here end before its next micro-batch."""
+        place = self.place
+        if place is not None:
+            place.heartbeat.stop(why)
 
     def form(self, spec: TrainerSpec, meeting: Meeting) -> int:
         """Joins the epoch and stands at the base weights; returns how often they were loaded."""
-        if self.place is not None:
-            self.place.heartbeat.stop()
-            self.place = None
+        self.place = None
         heartbeat = Heartbeat(meeting.address, meeting.port, meeting.epoch, meeting.rank)
         store = ObjectStore(spec.store)
         models = Path(spec.cache_dir) / "models"
@@ -125,14 +141,13 @@ class Member:
 
     def leave(self) -> None:
         """Out of the process group: peers that wait for this rank in a collective learn of it."""
-        if self.place is not None:
-            self.place.heartbeat.stop()
+        self.stop("this worker has left its gang")
         self.place = None
         leave()
 
 
 @contextmanager
-def _in_epoch(run: str, epoch: int, stage: str) -> Iterator[Place]:
+def _in_epoch(run: str, fence: str, stage: str) -> Iterator[Place]:
     """The worker's place in this epoch of the run, for one stage.
 
     What only this rank raises must not leave the others waiting: it leaves the group. What all
@@ -142,38 +157,48 @@ def _in_epoch(run: str, epoch: int, stage: str) -> Iterator[Place]:
         GangError: this process holds no place in that epoch; or a peer is gone.
     """
     member = warm("trainer", Member)
-    place = member.place
-    if place is None or (place.spec.run, place.meeting.epoch) != (run, epoch):
-        held = "none" if place is None else f"epoch {place.meeting.epoch} of {place.spec.run!r}"
-        raise GangError(
-            f"called to {stage} in epoch {epoch} of run {run!r}, and this worker's place is "
-            f"{held}: it was restarted, or serves another gang by now"
-        )
-    try:
-        place.heartbeat.check()
-        with gang_failures(f"rank {place.rank.rank}, epoch {epoch}, {stage}"):
-            yield place
-    except (MismatchError, NotFiniteError):
-        raise
-    except BaseException:
-        member.leave()
-        raise
+    with member.at_work:
+        place = member.place
+        if place is None or (place.spec.run, place.fence) != (run, fence):
+            held = "none" if place is None else f"epoch {place.fence} of {place.spec.run!r}"
+            raise GangError(
+                f"called to {stage} in epoch {fence} of run {run!r}, and this worker's place is "
+                f"{held}: it was restarted, or serves another gang by now"
+            )
+        try:
+            place.heartbeat.check()
+            with gang_failures(f"rank {place.rank.rank}, epoch {fence}, {stage}"):
+                yield place
+        except (MismatchError, NotFiniteError):
+            raise
+        except BaseException:
+            member.leave()
+            raise
 
 
 def form(spec: TrainerSpec, meeting: Meeting) -> int:
     """See `Member.form`."""
     member = warm("trainer", Member)
+    member.stop(f"this worker is called to epoch {spec.fence(meeting.epoch)} of {spec.run!r}")
+    # The other thread's call may be of a flow that was killed: it must not find, in the middle of
+    # its work, the process group of the new gang.
+    if not member.at_work.acquire(timeout=LET_GO_S):
+        raise WorkerBusy(
+            f"rank {meeting.rank}: this worker still works for an earlier gang after {LET_GO_S:g} s"
+        )
     try:
         with gang_failures(f"rank {meeting.rank}, forming epoch {meeting.epoch}"):
             return member.form(spec, meeting)
     except BaseException:
         member.leave()
         raise
+    finally:
+        member.at_work.release()
 
 
-def update(run: str, epoch: int, step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
+def update(run: str, fence: str, step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
     """One GRPO update on a batch; the rank reads from the store only the groups it trains on."""
-    with _in_epoch(run, epoch, f"update {step}") as place:
+    with _in_epoch(run, fence, f"update {step}") as place:
         return _update(place, step, groups)
 
 
@@ -202,14 +227,14 @@ def _read(store: ObjectStore, keys: dict[int, str]) -> dict[int, bytes]:
     return dict(zip(keys, store.get_many(keys.values()), strict=True))
 
 
-def publish(run: str, epoch: int, trained: int, anchor_every: int) -> Published:
+def publish(run: str, fence: str, trained: int, anchor_every: int) -> Published:
     """Publishes what the ranks hold as the run's next version, the policy after `trained` steps;
     the same answer on every rank.
 
     When it is an anchor says `RankPublisher.anchor_due`. A rank that cannot prepare its part tells
     the others: nobody waits, nothing is committed.
     """
-    with _in_epoch(run, epoch, "publish") as place:
+    with _in_epoch(run, fence, "publish") as place:
         return _publish(place, trained, anchor_every)
 
 
@@ -222,8 +247,7 @@ def _publish(place: Place, trained: int, anchor_every: int) -> Published:
     if rank.rank == 0:
         try:
             made = {TRAINED: trained}
-            fence = spec.fence(place.meeting.epoch)
-            answer = [commit(place.store, spec.run, version, parts, made, fence)]
+            answer = [commit(place.store, spec.run, version, parts, made, place.fence)]
         except KindlingError as error:
             answer = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(answer, src=0)
@@ -234,10 +258,10 @@ def _publish(place: Place, trained: int, anchor_every: int) -> Published:
     return published
 
 
-def compare(run: str, epoch: int, ref: ManifestRef) -> list[str]:
+def compare(run: str, fence: str, ref: ManifestRef) -> list[str]:
     """Names of the tensors in which what the ranks hold differs from a version of the run; the
     same answer on every rank. Nothing is uploaded."""
-    with _in_epoch(run, epoch, f"compare with version {ref.version}") as place:
+    with _in_epoch(run, fence, f"compare with version {ref.version}") as place:
         parts = _gathered(place, lambda: survey(_shards(place)), "weights not compared")
         return differing(load_manifest(place.store, run, ref), parts)
 
@@ -278,15 +302,15 @@ def _prepare(place: Place, anchor: bool) -> PreparedPart:
     return part
 
 
-def save_part(run: str, epoch: int, step: int) -> checkpoint.Part:
+def save_part(run: str, fence: str, step: int) -> checkpoint.Part:
     """Writes this rank's part of a checkpoint; the flow commits all of them."""
-    with _in_epoch(run, epoch, f"save checkpoint {step}") as place:
+    with _in_epoch(run, fence, f"save checkpoint {step}") as place:
         return checkpoint.save_part(place.store, place.rank.state())
 
 
-def restore(run: str, epoch: int, made: checkpoint.Checkpoint) -> None:
+def restore(run: str, fence: str, made: checkpoint.Checkpoint) -> None:
     """Takes the checkpoint's parameters and optimizer state, cut as this gang is."""
-    with _in_epoch(run, epoch, f"restore checkpoint {made.step}") as place:
+    with _in_epoch(run, fence, f"restore checkpoint {made.step}") as place:
         rank = place.rank
         part = checkpoint.load_part(place.store, made, rank.ranges(), rank.rank, rank.world)
         rank.load_state(part)

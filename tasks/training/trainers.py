@@ -18,7 +18,7 @@ from distributed import Client, Future
 from distributed.scheduler import KilledWorker
 
 from tasks.cluster import Log, restart, submit_to
-from tasks.errors import GangError, MismatchError, NotFiniteError
+from tasks.errors import ClusterError, GangError, MismatchError, NotFiniteError, WorkerBusy
 from tasks.rollout.trajectory import GroupSummary
 from tasks.store import ObjectStore
 from tasks.training import checkpoint, member
@@ -34,7 +34,13 @@ from tasks.training.gang import (
 )
 from tasks.training.group import GangCoordinator
 from tasks.training.silence import Silence
-from tasks.weights.commit import Published, fence_off, lineage, published_before
+from tasks.weights.commit import (
+    Published,
+    fence_off,
+    lineage,
+    published_before,
+    require_fence,
+)
 from tasks.weights.manifest import ManifestRef
 
 T = TypeVar("T")
@@ -47,7 +53,7 @@ has not, the failed rank's worker is restarted: gloo's connections last as long 
 SETTLE_S = 10.0
 """Seconds the others then have to let go; or they are restarted too."""
 ALIKE = (MismatchError, NotFiniteError)
-"""All ranks raise these together; the gang stands where it stood."""
+"""All ranks raise these together, and stay in their group."""
 
 
 class Trainers:
@@ -90,7 +96,8 @@ class Trainers:
 
         Raises:
             GangError: the epoch broke; calling again forms the next one.
-            MismatchError, NotFiniteError: nothing was changed.
+            MismatchError: nothing was changed.
+            NotFiniteError: the optimizer step that would have been was not taken.
         """
         self._stand()
         metrics = self._call(f"update-{step}", member.update, step, list(groups))[0]
@@ -108,12 +115,14 @@ class Trainers:
             GangError: as `update`.
         """
         self._stand()
-        existing = self._existing.pop(trained, None)
+        existing = self._existing.get(trained)
         if existing is not None:
             odd = self._call(f"compare-{trained}", member.compare, existing)[0]
             if not odd:
+                store = ObjectStore(self._spec.store)
+                found = published_before(store, self._spec.run, existing)
                 self._log.info("version %d is there already, bit for bit", existing.version)
-                return published_before(ObjectStore(self._spec.store), self._spec.run, existing)
+                return found
             self._log.warning(
                 "%d steps repeated give other weights than version %d (in %d tensors, %s first): "
                 "the run goes on from these",
@@ -130,7 +139,8 @@ class Trainers:
         """A checkpoint of the state after `step` steps: parts first, the manifest last."""
         self._stand()
         store, run = ObjectStore(self._spec.store), self._spec.run
-        parts = self._call(f"checkpoint-{step}", member.save_part, step)
+        parts = self._call(f"checkpoint-{step}", member.save_part, step, collective=False)
+        require_fence(store, run, self._spec.fence(self._gang.epoch))
         self._made = checkpoint.commit(store, run, step, parts, extra)
         self._since.clear()
         checkpoint.expire(store, run)
@@ -151,17 +161,17 @@ class Trainers:
         self._await_workers()
         epoch = self._coordinator.new_epoch()
         assert epoch == self._gang.epoch, (epoch, self._gang)
-        store, run = ObjectStore(self._spec.store), self._spec.run
-        head = fence_off(store, run, self._spec.fence(epoch))
         reached = self._made.step if self._made else 0
-        self._existing = lineage(store, run, reached) if head else {}
-        self.base_loads += sum(self._call("form", member.form, meetings=True))
-        for rank in range(self._gang.size):
-            self._gang = advance(self._gang, RankReady(epoch, rank))
-        if self._made:
-            self._call(f"restore-{reached}", member.restore, self._made)
-        for step, groups in self._since:
-            self._call(f"repeat-{step}", member.update, step, list(groups))
+        try:
+            self._form(epoch, reached)
+        except Exception as error:
+            # Not where it should stand: whatever it was, the next call begins again.
+            if self._gang.state != "broken":
+                self._coordinator.end_epoch()
+                self._gang = advance(self._gang, RankFailed(epoch, 0, str(error)))
+            if isinstance(error, ALIKE):
+                raise GangError(f"what the gang had done cannot be repeated: {error}") from error
+            raise
         if epoch > 1:
             self._log.warning(
                 "trainer epoch %d runs on %s; %d updates after checkpoint %d were repeated",
@@ -170,6 +180,18 @@ class Trainers:
                 len(self._since),
                 reached,
             )
+
+    def _form(self, epoch: int, reached: int) -> None:
+        store, run = ObjectStore(self._spec.store), self._spec.run
+        head = fence_off(store, run, self._spec.fence(epoch))
+        self._existing = lineage(store, run, reached) if head else {}
+        self.base_loads += sum(self._call("form", member.form, meetings=True))
+        for rank in range(self._gang.size):
+            self._gang = advance(self._gang, RankReady(epoch, rank))
+        if self._made:
+            self._call(f"restore-{reached}", member.restore, self._made, collective=False)
+        for step, groups in self._since:
+            self._call(f"repeat-{step}", member.update, step, list(groups))
 
     def _clear_epoch(self) -> None:
         """Sees that nothing of the broken epoch runs any more.
@@ -190,7 +212,7 @@ class Trainers:
         """Holds as many workers as there are ranks; says who is missing while it waits.
 
         Raises:
-            GangError: some are still missing after cluster.wait_s.
+            ClusterError: some are still missing after cluster.wait_s.
         """
         limit = self._spec.config.cluster.wait_s
         deadline = time.monotonic() + limit
@@ -207,7 +229,7 @@ class Trainers:
             if self._gang.state == "forming":
                 return
             if time.monotonic() > deadline:
-                raise GangError(
+                raise ClusterError(
                     f"{made.why()}, after {limit:g} s (cluster.wait_s); start more with "
                     "--resources TRAINER=1, lower cluster.trainer_ranks, or wait for the other "
                     "run, and resume this one"
@@ -220,9 +242,18 @@ class Trainers:
     # ------------------------------------------------------------ calling
 
     def _call(
-        self, stage: str, function: Callable[..., T], *arguments: Any, meetings: bool = False
+        self,
+        stage: str,
+        function: Callable[..., T],
+        *arguments: Any,
+        meetings: bool = False,
+        collective: bool = True,
     ) -> list[T]:
         """Runs a stage on every rank, and returns each rank's answer.
+
+        Args:
+            meetings: the ranks are told where to meet; else their place in the epoch.
+            collective: ranks wait for each other in it.
 
         Raises:
             GangError: a rank died, fell silent or raised; the epoch is over.
@@ -253,18 +284,18 @@ class Trainers:
                 continue
             rank = self._left.pop(future)
             if future.status != "finished":
-                self._failed(rank, future, stage)
+                self._failed(rank, future, stage, collective)
         return [future.result() for future in futures]
 
-    def _place(self, _: int) -> tuple[str, int]:
-        return self._spec.run, self._gang.epoch
+    def _place(self, _: int) -> tuple[str, str]:
+        return self._spec.run, self._spec.fence(self._gang.epoch)
 
     def _meeting(self, rank: int) -> tuple[member.TrainerSpec, member.Meeting]:
         where = self._coordinator.address, self._coordinator.port
         place = self._gang.epoch, rank, self._gang.size
         return self._spec, member.Meeting(*where, *place, FORM_TIMEOUT_S)
 
-    def _failed(self, rank: int, future: Future, stage: str) -> None:
+    def _failed(self, rank: int, future: Future, stage: str, collective: bool) -> None:
         """Raises what a rank's failure means. The others fail for that reason in a moment, and
         one of them may have been first to say so: the one that did not only lose its peer counts.
         """
@@ -272,11 +303,11 @@ class Trainers:
         failures |= self._settle(time.monotonic() + NOTICE_S)
         if all(isinstance(error, ALIKE) for error in failures.values()):
             failures |= self._settle(time.monotonic() + SETTLE_S)
-            if not self._left:
+            if not self._left and all(isinstance(error, ALIKE) for error in failures.values()):
                 raise failures[rank]
         rank = min(failures, key=lambda one: _weight(failures[one]))
         error = failures[rank]
-        if self._left:
+        if (self._left and collective) or isinstance(error, WorkerBusy):
             restart(self._client, [self._gang.members[rank]])
         died = isinstance(error, KilledWorker)
         why = "died" if died else f"failed: {type(error).__name__}: {error}"

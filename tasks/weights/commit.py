@@ -172,8 +172,11 @@ def fence_off(store: ObjectStore, run: str, fence: str) -> Head | None:
     the head already, and what is returned says so, or finds another fence. A run without a head
     has nothing to fence; None.
 
+    Args:
+        fence: "life.epoch", or what else has numbers and dots: a higher one is younger.
+
     Raises:
-        StoreConflict: others move the head at the same time, again and again.
+        StoreConflict: a younger fence is there; or others move the head again and again.
     """
     for _ in range(_FENCE_TRIES):
         found = read_head(store, run)
@@ -182,6 +185,11 @@ def fence_off(store: ObjectStore, run: str, fence: str) -> Head | None:
         head, etag = found
         if head.fence == fence:
             return head
+        if _age(head.fence) > _age(fence):
+            raise StoreConflict(
+                f"run {run!r} belongs to a younger flow (epoch {head.fence}, this is {fence}): it "
+                "was resumed elsewhere; stop this one"
+            )
         fenced = head.model_copy(update={"fence": fence})
         try:
             store.swap(head_key(run), fenced.to_bytes(), etag)
@@ -189,6 +197,23 @@ def fence_off(store: ObjectStore, run: str, fence: str) -> Head | None:
         except StoreConflict:
             continue  # the head has just moved once more, or our own write's answer was lost
     raise StoreConflict(f"the head of run {run!r} keeps moving: another flow trains it; stop one")
+
+
+def _age(fence: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in fence.split(".")) if fence else ()
+
+
+def require_fence(store: ObjectStore, run: str, fence: str) -> None:
+    """
+    Raises:
+        StoreConflict: the run's head belongs to another fence by now.
+    """
+    found = read_head(store, run)
+    if found is not None and found[0].fence not in ("", fence):
+        raise StoreConflict(
+            f"run {run!r} belongs to epoch {found[0].fence} by now, and this is {fence}: another "
+            "flow trains it; stop one"
+        )
 
 
 def published_before(store: ObjectStore, run: str, ref: ManifestRef) -> Published:
