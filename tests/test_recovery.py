@@ -88,12 +88,16 @@ def _opened(
 
 
 def _trained(
-    trainers: Trainers, batches: list[list[GroupSummary]], before: Callable[[str], None]
+    trainers: Trainers,
+    batches: list[list[GroupSummary]],
+    before: Callable[[str], None],
+    said: list[str],
 ) -> Checkpoint:
     """A run of three steps with a checkpoint in the middle, each stage tried again as Prefect does.
 
     Args:
         before: called with each stage's name ahead of it.
+        said: takes what broken epochs said.
     """
 
     def stage(name: str, work: Callable[[], T]) -> T:
@@ -103,6 +107,7 @@ def _trained(
                 return work()
             except GangError as error:
                 LOG.warning("%s: %s", name, error)
+                said.append(str(error))
         return work()
 
     try:
@@ -129,7 +134,7 @@ def undisturbed(
     batches: list[list[GroupSummary]],
 ) -> Checkpoint:
     trainers = _opened(client, config, object_store, "undisturbed")
-    return _trained(trainers, batches, lambda _: None)
+    return _trained(trainers, batches, lambda _: None, [])
 
 
 def _versions(store: ObjectStore, run: str) -> dict[int, dict[str, str]]:
@@ -180,8 +185,11 @@ def test_a_rank_that_fails_changes_nothing(
             struck.append(address)
 
     trainers = _opened(client, config, object_store, run)
-    made = _trained(trainers, batches, strike)
+    said: list[str] = []
+    made = _trained(trainers, batches, strike, said)
     assert struck
+    why = {"kill": "died", "freeze": "gave no sign of life", "raise": "failed: InjectedError"}[how]
+    assert f"trainer rank {rank} on {struck[0]} {why}" in said[0], "it names who it was, and why"
     if how != "raise":
         assert struck[0] not in workers_with(client, TRAINER), "the fault did not strike"
     assert made.records == undisturbed.records, "other bits than without the fault"

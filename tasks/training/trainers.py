@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from distributed import Client, Future
 from distributed.scheduler import KilledWorker
 
-from tasks.cluster import Log, restart, submit_to
+from tasks.cluster import TRAINER, Log, restart, submit_to, workers_with
 from tasks.errors import ClusterError, GangError, MismatchError, NotFiniteError, WorkerBusy
 from tasks.rollout.trajectory import GroupSummary
 from tasks.store import ObjectStore
@@ -307,6 +307,10 @@ class Trainers:
                 raise failures[rank]
         rank = min(failures, key=lambda one: _weight(failures[one]))
         error = failures[rank]
+        present = workers_with(self._client, TRAINER)
+        gone = [one for one, worker in enumerate(self._gang.members) if worker not in present]
+        if gone and _weight(error):  # its own call's failure is not here yet
+            self._break(gone[0], "died", stage, error)
         if (self._left and collective) or isinstance(error, WorkerBusy):
             restart(self._client, [self._gang.members[rank]])
         died = isinstance(error, KilledWorker)
