@@ -11,6 +11,9 @@ nannies, a real store, the product's queue, fleet and scaler.
 - `overhead_ms_per_unit`: wall milliseconds a unit costs when it takes no time at all: 400 such
   units on 14 workers, by 400. Pulling, the agent loop, making bytes, reporting and collecting are
   in it; storing is not.
+
+Measured on 2 cores of an AMD EPYC (2026-11-30), which 14 processes share: 13.2 s growing, 8.0 s
+fixed (ratio 1.6); 2.7 ms a unit.
 """
 
 from __future__ import annotations

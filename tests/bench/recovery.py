@@ -12,6 +12,9 @@
 
 A tiny random policy on real Dask workers and a real store; engines are no-ops, whose units take
 half a second. Medians.
+
+Measured on 2 cores of an AMD EPYC (2026-11-30): gang 1.9 s with a spare, 8.1 s without; rollout
+0.04 s.
 """
 
 from __future__ import annotations
