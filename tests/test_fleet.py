@@ -97,6 +97,13 @@ def _fleet(
         made.close()
 
 
+def _life(client: Client, config: TrainConfig, store: ObjectStore, name: str, life: int) -> Fleet:
+    """The fleet of a run that was opened so often before, with the log of what it accepted."""
+    spec = RolloutSpec(name, name, config, store.location, "no-index", "/nowhere", life)
+    log = AcceptedLog(store, name, life)
+    return Fleet(client, spec, LOG, None, partial(noop.serve, shape=SHORT), log)
+
+
 def _units(step: int, count: int, version: int, question: str = "Who is she?") -> list[Unit]:
     sampling = Sampling(1.0, 1.0)
     return [
@@ -252,11 +259,7 @@ def test_trainer_workers_belong_to_one_open_run(client: Client) -> None:
 def test_results_of_an_earlier_life_are_not_sampled_again(
     client: Client, config: TrainConfig, object_store: ObjectStore
 ) -> None:
-    def opened(life: int) -> Fleet:
-        spec = RolloutSpec("lives", "lives", config, object_store.location, "no", "/nowhere", life)
-        log = AcceptedLog(object_store, "lives", life)
-        return Fleet(client, spec, LOG, None, partial(noop.serve, shape=SHORT), log)
-
+    opened = partial(_life, client, config, object_store, "lives")
     units = _units(3, 6, version=7)
     with closing(opened(0)) as fleet:
         fleet.offer(units[:4])
@@ -481,11 +484,7 @@ def test_failing_units(client: Client, config: TrainConfig, object_store: Object
 def test_poisonous_units_are_given_up_where_some_may_be(
     client: Client, config: TrainConfig, object_store: ObjectStore
 ) -> None:
-    def opened(life: int) -> Fleet:
-        spec = RolloutSpec("bad", "bad", config, object_store.location, "no", "/nowhere", life)
-        log = AcceptedLog(object_store, "bad", life)
-        return Fleet(client, spec, LOG, None, partial(noop.serve, shape=SHORT), log)
-
+    opened = partial(_life, client, config, object_store, "bad")
     units = _units(0, 8, 0)
     units[3] = replace(units[3], question=noop.FAILS)
     with closing(opened(0)) as fleet:
