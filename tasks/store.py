@@ -15,7 +15,6 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from blake3 import blake3
 from fsspec.asyn import sync
 from tenacity import RetryCallState
 
-from tasks.errors import IntegrityError, StoreConflict, StoreError
+from tasks.errors import StoreConflict, StoreError
 from tasks.store_client import connect, region
 from tasks.store_errors import (
     ATTEMPTS,
@@ -34,8 +33,15 @@ from tasks.store_errors import (
     ObjectMissing,
     with_retries,
 )
-from tasks.store_location import Listed, StoreLocation, listed, object_key, quarantine_key
-from tasks.store_parts import Data, as_body, fetch, upload
+from tasks.store_location import (
+    Listed,
+    StoreLocation,
+    check_digest,
+    listed,
+    object_key,
+    quarantine_key,
+)
+from tasks.store_parts import Data, as_body, fetch, parallel, upload, write_at
 
 __all__ = ["Data", "ObjectMissing", "ObjectStore", "StoreLocation", "object_key"]
 
@@ -78,7 +84,7 @@ class ObjectStore:
 
     def get_many(self, keys: Iterable[str], concurrency: int = 16) -> list[bytes]:
         """The objects' bytes in the order of `keys`, read in parallel."""
-        return _parallel(self.get, list(keys), concurrency)
+        return parallel(self.get, list(keys), concurrency)
 
     def get_object(self, digest: str) -> bytes:
         """The content-addressed object, also where garbage collection has set it aside meanwhile.
@@ -87,7 +93,7 @@ class ObjectStore:
             IntegrityError: the bytes do not have this digest.
         """
         data = _wherever(self.get, digest)
-        _check_digest(digest, blake3(data).hexdigest(), len(data))
+        check_digest(digest, blake3(data).hexdigest(), len(data))
         return data
 
     def download_object(self, digest: str, path: Path) -> int:
@@ -97,13 +103,13 @@ class ObjectStore:
         """
         size = _wherever(lambda key: self._download(key, path), digest)
         found = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
-        _check_digest(digest, found, size)
+        check_digest(digest, found, size)
         return size
 
     def _download(self, key: str, path: Path) -> int:
         def attempt(fs: s3fs.S3FileSystem) -> Awaitable[tuple[int, str]]:
             os.ftruncate(file.fileno(), 0)  # an earlier attempt may have read a longer object
-            keep = partial(_write_at, file.fileno())
+            keep = partial(write_at, file.fileno())
             return fetch(fs, self.location.bucket, key, keep)
 
         with path.open("wb") as file:
@@ -391,26 +397,3 @@ def _wherever(read: Callable[[str], T], digest: str) -> T:
             return read(quarantine_key(digest))
         except ObjectMissing:
             raise missing from None
-
-
-def _check_digest(digest: str, found: str, size: int) -> None:
-    if found != digest:
-        raise IntegrityError(
-            f"object {object_key(digest)} has digest {found} ({size} bytes), not the one it is "
-            "named by; delete it so that it can be written again"
-        )
-
-
-def _write_at(handle: int, offset: int, data: bytes) -> None:
-    """All of the data: a single write may be short."""
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(handle, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def _parallel(call: Callable[[str], T], keys: list[str], concurrency: int) -> list[T]:
-    if not keys:
-        return []
-    with ThreadPoolExecutor(min(concurrency, len(keys)), thread_name_prefix="store") as pool:
-        return list(pool.map(call, keys))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from tasks.errors import StoreError
+from tasks.errors import IntegrityError, StoreError
 
 
 @dataclass(frozen=True)
@@ -78,3 +78,16 @@ def listed(entry: Mapping[str, Any], answer: Mapping[str, Any]) -> Listed:
         )
     age = parsedate_to_datetime(date) - entry["LastModified"]
     return Listed(entry["Key"], int(entry["Size"]), age.total_seconds())
+
+
+def check_digest(digest: str, found: str, size: int) -> None:
+    """Refuses an object of `size` bytes whose content has another digest than its name.
+
+    Raises:
+        IntegrityError: names both.
+    """
+    if found != digest:
+        raise IntegrityError(
+            f"object {object_key(digest)} has digest {found} ({size} bytes), not the one it is "
+            "named by; delete it so that it can be written again"
+        )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias, TypeVar
 
 import s3fs
 
 from tasks.store_errors import CONFLICT_CODES, RANGE_CODES, Transient, s3_code
 
 Data: TypeAlias = bytes | bytearray | memoryview
+T = TypeVar("T")
 
 SINGLE_PUT = 256 * 2**20  # larger objects go up in parts, so that a failure repeats one part only
 PART = 64 * 2**20  # also the range of one parallel read
@@ -69,3 +72,19 @@ async def _body_of(answer: Any) -> bytes:
 def as_body(data: Data) -> bytes | bytearray:
     """What the S3 client takes as a body."""
     return bytes(data) if isinstance(data, memoryview) else data
+
+
+def write_at(handle: int, offset: int, data: bytes) -> None:
+    """All of the data: a single write may be short."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(handle, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def parallel(call: Callable[[str], T], keys: list[str], concurrency: int) -> list[T]:
+    """`call` of every key, some at once; in their order."""
+    if not keys:
+        return []
+    with ThreadPoolExecutor(min(concurrency, len(keys)), thread_name_prefix="store") as pool:
+        return list(pool.map(call, keys))

@@ -167,13 +167,13 @@ def latest(store: Store, run: str) -> Checkpoint | None:
     return read(store, run, max(steps)) if steps else None
 
 
-def expire(store: Store, run: str, keep: int = KEPT) -> None:
+def expire(store: Store, run: str) -> None:
     """Delete the manifests of all but the newest checkpoints of a run.
 
     Their objects go with the next garbage collection, where nothing else names them.
     """
     keys = [key for key in store.list(f"runs/{run}/checkpoints/") if _of_run(key, run)]
-    store.delete(sorted(keys)[:-keep])
+    store.delete(sorted(keys)[:-KEPT])
 
 
 def _of_run(key: str, run: str) -> bool:
