@@ -14,20 +14,24 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 from distributed import Client
 
 from infra.processes import Child, ProcessGroup
-from tasks.cluster import workers_of
-from tasks.config import ClusterConfig
+from tasks.cluster import ROLLOUT, TRAINER, workers_of
+from tasks.config_cluster import ClusterConfig
 from tasks.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT, TRAINER = "ROLLOUT", "TRAINER"
 READY_S = 60.0
+CONTROL_THREADS = 2
+"""Dask threads of a worker: a control call gets through while a long task runs."""
+DEATH_TIMEOUT_S = 60
+"""A worker that finds no scheduler for so many seconds ends."""
 
 # Read by the scheduler and the nannies alike.
 _DASK: dict[str, str | None] = {
@@ -86,7 +90,7 @@ def start_workers(
     """
     gpus = gpus_of(cluster)
     plan = [(ROLLOUT, i) for i in range(cluster.rollout_workers)]
-    plan += [(TRAINER, i) for i in range(cluster.trainer_ranks)]
+    plan += [(TRAINER, i) for i in range(cluster.trainers)]
     return [
         start_worker(group, scheduler, cluster, folder, resource, index, gpus)
         for resource, index in plan
@@ -104,13 +108,22 @@ def start_worker(
 ) -> Child:
     """Start one worker; its Dask name is `worker_name`."""
     name = worker_name(resource, index)
-    threads = cluster.rollout_threads if resource == ROLLOUT else cluster.trainer_threads
-    env = worker_environment(threads, gpus.get(name))
+    env = worker_environment(worker_threads(cluster, resource), gpus.get(name))
     return group.start(name, worker_command(scheduler, name, resource, folder), env=env)
 
 
 def worker_name(resource: str, index: int) -> str:
     return f"{resource.lower()}-{index}"
+
+
+def launched_name(resource: str) -> str:
+    """Dask name of a worker on another machine, unlike that of any other run's."""
+    return f"{resource.lower()}-{uuid.uuid4().hex[:8]}"
+
+
+def worker_threads(cluster: ClusterConfig, resource: str) -> int:
+    """CPU threads of a worker's computations."""
+    return cluster.rollout_threads if resource == ROLLOUT else cluster.trainer_threads
 
 
 def gpus_of(cluster: ClusterConfig) -> dict[str, str]:
@@ -120,23 +133,28 @@ def gpus_of(cluster: ClusterConfig) -> dict[str, str]:
         ClusterError: the machine has GPUs, but fewer than one role needs.
     """
     rollout = cluster.rollout_workers_most or cluster.rollout_workers
-    return assign_gpus(visible_gpus(), rollout, cluster.trainer_ranks)
+    return assign_gpus(visible_gpus(), rollout, cluster.trainers)
 
 
 def worker_command(scheduler: str, name: str, resource: str, folder: Path) -> list[str]:
-    """The command line of one worker under a nanny."""
+    """The command line of one worker of this machine under a nanny."""
+    arguments = worker_arguments(scheduler, name, resource, str(folder))
+    return [sys.executable, *arguments, "--host", "127.0.0.1"]
+
+
+def worker_arguments(scheduler: str, name: str, resource: str, folder: str) -> list[str]:
+    """What the interpreter is told to become one worker under a nanny."""
     options = {
-        "host": "127.0.0.1",
         "name": name,
         "resources": f"{resource}=1",
-        "nthreads": "2",  # a control call gets through while a long task runs
+        "nthreads": str(CONTROL_THREADS),
         "nworkers": "1",
         "memory-limit": "0",  # an engine's memory would count against it
-        "death-timeout": "60",  # a worker that finds no scheduler ends
-        "local-directory": str(folder),
+        "death-timeout": str(DEATH_TIMEOUT_S),
+        "local-directory": folder,
     }
-    command = [sys.executable, "-m", "distributed.cli.dask_worker", scheduler, "--no-dashboard"]
-    return command + [part for key, value in options.items() for part in (f"--{key}", value)]
+    arguments = ["-m", "distributed.cli.dask_worker", scheduler, "--no-dashboard"]
+    return arguments + [part for key, value in options.items() for part in (f"--{key}", value)]
 
 
 def worker_environment(threads: int, gpu: str | None) -> dict[str, str | None]:
@@ -216,7 +234,7 @@ def wait_for_workers(client: Client, rollout: int, trainer: int, wait_s: float) 
     wanted = {ROLLOUT: rollout, TRAINER: trainer}
     pause = threading.Event()
     while True:
-        present = _resources(client)
+        present = workers_present(client)
         missing = {kind: count - present[kind] for kind, count in wanted.items()}
         if all(count <= 0 for count in missing.values()):
             return
@@ -234,8 +252,12 @@ def wait_for_workers(client: Client, rollout: int, trainer: int, wait_s: float) 
         pause.wait(0.1)
 
 
-def _resources(client: Client) -> dict[str, int]:
-    """Running workers by the resource they hold."""
+def workers_present(client: Client) -> dict[str, int]:
+    """How many workers run, by the resource they hold.
+
+    Raises:
+        ClusterError: the scheduler does not answer.
+    """
     try:
         workers = workers_of(client).values()
     except OSError as error:

@@ -1,13 +1,16 @@
-"""Rollout workers that a run adds while work waits, as processes of this machine."""
+"""Where further workers come from: processes of this machine, or jobs and pods elsewhere."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from infra.cluster import ROLLOUT, gpus_of, start_worker
+from infra.cluster import connect, gpus_of, start_worker, workers_present
 from infra.processes import ProcessGroup, is_alive
-from tasks.config import ClusterConfig
+from tasks.cluster import ROLLOUT, TRAINER, WorkerPool
+from tasks.config_cluster import ClusterConfig
 
 
 class LocalPool:
@@ -49,6 +52,59 @@ class LocalPool:
                 self._group.discard(child)
         return [child.name for child in self._group.children]
 
+    def give_back(self, name: str) -> None:
+        """Nothing more to do: the process of a worker that was told to close ends by itself."""
+
     def close(self) -> None:
         """Stops all that are left."""
         self._group.stop()
+
+
+@contextmanager
+def growth(cluster: ClusterConfig, scheduler: str, home: Path) -> Iterator[WorkerPool | None]:
+    """Where a run that may grow takes rollout workers from; None for one that may not."""
+    if not cluster.grows:
+        yield None
+        return
+    pool = _launcher(cluster, ROLLOUT, home) or LocalPool(scheduler, cluster, home)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+@contextmanager
+def base_workers(cluster: ClusterConfig, home: Path) -> Iterator[None]:
+    """Asks for the workers that the scheduler lacks, where the configuration says from whom; they
+    end with this context. Does not wait for them.
+
+    Raises:
+        ClusterError: the scheduler does not answer, or whoever was asked refused.
+    """
+    wanted = {ROLLOUT: cluster.rollout_workers, TRAINER: cluster.trainers}
+    pools = {kind: pool for kind in wanted if (pool := _launcher(cluster, kind, home)) is not None}
+    try:
+        if pools and cluster.scheduler is not None:
+            with connect(cluster.scheduler, cluster.wait_s) as client:
+                present = workers_present(client)
+            for kind, pool in pools.items():
+                pool.start(max(0, wanted[kind] - present[kind]))
+        yield
+    finally:
+        for pool in pools.values():
+            pool.close()
+
+
+def _launcher(cluster: ClusterConfig, resource: str, home: Path) -> WorkerPool | None:
+    """The pool of workers on other machines; its library is imported where one is configured."""
+    if cluster.scheduler is None:
+        return None
+    if cluster.slurm is not None:
+        from infra.slurm import SlurmPool
+
+        return SlurmPool(cluster.scheduler, cluster, cluster.slurm, resource, home / "logs")
+    if cluster.kubernetes is not None:
+        from infra.kubernetes import KubernetesPool
+
+        return KubernetesPool(cluster.scheduler, cluster, cluster.kubernetes, resource)
+    return None

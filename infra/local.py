@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.cluster import connect, start_scheduler, start_workers, wait_for_workers
-from infra.elastic import LocalPool
+from infra.elastic import base_workers, growth
 from infra.object_store import read_credentials, remove_sockets, start_store
 from infra.prefect_server import configured_api, is_healthy, start_prefect, using_api
 from infra.processes import ProcessGroup, environment, is_alive, stop_children
@@ -32,7 +32,8 @@ from infra.state import (
     write_record,
 )
 from tasks.cluster import Attached, Log
-from tasks.config import ClusterConfig, TrainConfig
+from tasks.config import TrainConfig
+from tasks.config_cluster import ClusterConfig
 from tasks.errors import ConfigError, KindlingError, ServiceError
 from tasks.presets import resolve
 from tasks.store import ObjectStore, StoreLocation
@@ -82,7 +83,8 @@ def services(config: TrainConfig, home: Path | None = None) -> Iterator[Services
     if cluster.scheduler is not None and cluster.store_endpoint is not None:
         store = StoreLocation(cluster.store_endpoint, cluster.store_bucket)
         api = record.prefect_api if record else None
-        yield _checked(config, Services(store, cluster.scheduler, api, embedded=False))
+        with base_workers(cluster, folder):
+            yield _checked(config, Services(store, cluster.scheduler, api, embedded=False))
     elif record is not None and cluster.store_endpoint is None:
         with _standing_store(record, folder, cluster.store_bucket) as store:
             attached = Services(store, record.scheduler, record.prefect_api, embedded=False)
@@ -102,23 +104,10 @@ def attached(config: TrainConfig, log: Log, home: Path | None = None) -> Iterato
     folder = home_folder(home)
     with (
         services(config, home) as found,
-        _pool(config.cluster, found.scheduler, folder) as pool,
+        growth(config.cluster, found.scheduler, folder) as pool,
         connect(found.scheduler, config.cluster.wait_s) as client,
     ):
         yield Attached(client, found.store, folder / "cache", log, pool)
-
-
-@contextmanager
-def _pool(cluster: ClusterConfig, scheduler: str, home: Path) -> Iterator[LocalPool | None]:
-    """Where a run that may grow takes workers from: this machine."""
-    if cluster.rollout_workers_most in (None, cluster.rollout_workers):
-        yield None
-        return
-    pool = LocalPool(scheduler, cluster, home)
-    try:
-        yield pool
-    finally:
-        pool.close()
 
 
 @contextmanager

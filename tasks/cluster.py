@@ -25,11 +25,23 @@ class WorkerPool(Protocol):
     """Where a run takes further rollout workers from, and where they go back to."""
 
     def start(self, count: int) -> None:
-        """Asks for so many more; they join the scheduler when they are up."""
+        """Asks for so many more; they join the scheduler when they are up.
+
+        Raises:
+            ClusterError: whoever is asked refuses or does not answer; so with the other calls.
+        """
         ...
 
     def names(self) -> list[str]:
         """Dask names of those asked for that have not ended."""
+        ...
+
+    def give_back(self, name: str) -> None:
+        """Lets go of a worker that has been told to close."""
+        ...
+
+    def close(self) -> None:
+        """Ends all that are left."""
         ...
 
 

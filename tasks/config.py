@@ -11,13 +11,9 @@ import re
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
+
+from tasks.config_cluster import ClusterConfig, Section
 
 MAX_TOP_K = 100
 """Passages a search can be asked for, also over HTTP."""
@@ -41,11 +37,7 @@ Importance = Literal["sampler", "truncated", "off"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class WarmStartConfig(_Section):
+class WarmStartConfig(Section):
     """Supervised fine-tuning on demonstrations, before reinforcement learning.
 
     Demonstrations are made from the training questions' supporting facts; a share of them plays
@@ -91,7 +83,7 @@ class WarmStartConfig(_Section):
         return self
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The policy and how it is asked."""
 
     path: str = Field(min_length=1, description="Folder or hub id of a Hugging Face causal LM.")
@@ -117,7 +109,7 @@ class ModelConfig(_Section):
         return self
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """Where questions come from: `miniature:SPLIT`, a .jsonl or .parquet file, or
     `hub/id/config:split`."""
 
@@ -132,7 +124,7 @@ class DataConfig(_Section):
     )
 
 
-class RetrievalConfig(_Section):
+class RetrievalConfig(Section):
     """BM25 over the pooled passages of all questions, or a retriever that is served elsewhere."""
 
     top_k: int = Field(3, ge=1, le=MAX_TOP_K, description="Passages a search returns at most.")
@@ -165,7 +157,7 @@ class RetrievalConfig(_Section):
         return url
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     """How trajectories are sampled and scored."""
 
     questions_per_step: int = Field(512, ge=1, description="Questions (groups) a step.")
@@ -216,7 +208,7 @@ class RolloutConfig(_Section):
         return reward
 
 
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """GRPO and its optimizer."""
 
     steps: int = Field(100, ge=1, description="Steps of the run.")
@@ -301,64 +293,20 @@ class TrainingConfig(_Section):
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints.")
 
 
-class WeightsConfig(_Section):
+class WeightsConfig(Section):
     """How versions are published."""
 
     anchor_every: int = Field(16, ge=1, description="Versions between full exports (anchors).")
 
 
-class ClusterConfig(_Section):
-    """The machines. Unset addresses mean: attach to `infra.local up`, or start an embedded one."""
-
-    rollout_workers: int = Field(1, ge=1, le=4096, description="Workers that hold an engine.")
-    rollout_workers_most: int | None = Field(
-        None,
-        ge=1,
-        le=4096,
-        description="Workers a run may grow to while work waits; empty: it does not grow.",
-    )
-    drain_s: float = Field(
-        60.0, gt=0, description="A growing run adds workers to be done with its queue in this time."
-    )
-    idle_s: float = Field(
-        120.0, gt=0, description="An added worker that had nothing to do for so long is given back."
-    )
-    trainer_ranks: int = Field(2, ge=1, le=4096, description="Ranks of the trainer group.")
-    rollout_threads: int = Field(2, ge=1, description="CPU threads of a rollout worker.")
-    trainer_threads: int = Field(1, ge=1, description="CPU threads of a trainer rank.")
-    scheduler: str | None = Field(None, description="Address of a Dask scheduler that runs.")
-    wait_s: float = Field(120.0, gt=0, description="Seconds to wait for the workers asked for.")
-    store_endpoint: str | None = Field(
-        None, description="URL of an S3 endpoint; its credentials come from the environment."
-    )
-    store_bucket: str = Field(
-        "kindling", pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", description="Bucket."
-    )
-
-    @model_validator(mode="after")
-    def _grows_upwards(self) -> ClusterConfig:
-        most = self.rollout_workers_most
-        if most is not None and most < self.rollout_workers:
-            raise ValueError(
-                f"rollout_workers_most is {most}, less than rollout_workers, which is "
-                f"{self.rollout_workers}; raise the first or lower the second"
-            )
-        if most is not None and self.scheduler is not None:
-            raise ValueError(
-                f"rollout_workers_most is {most} with scheduler {self.scheduler!r}: a run adds "
-                "workers on its own machine, where that cluster would not find them; leave one out"
-            )
-        return self
-
-
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     """Held-out evaluation."""
 
     every: int = Field(10, ge=1, description="Steps between evaluations.")
     samples: int = Field(1, ge=1, le=64, description="Sampled trajectories a question.")
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """One training run."""
 
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of everything random in the run.")

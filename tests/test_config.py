@@ -15,6 +15,9 @@ from tasks.presets import Overrides, preset_names, resolve
 
 pytestmark = pytest.mark.fast
 
+SLURM = {"memory": "8G", "walltime": "1:00:00"}
+PODS = {"image": "kindling", "secret": "store", "memory": "8Gi"}
+
 # What JSON schema says of a field, default and title aside: bounds, pattern, choices, help.
 Said = dict[str, Any]
 
@@ -213,8 +216,13 @@ def test_a_preset_with_an_unknown_field_is_refused(
     [
         ({"rollout_workers": 3, "rollout_workers_most": 2}, "most is 2, less than"),
         ({"rollout_workers_most": 4, "scheduler": "tcp://a:1"}, "would not find them"),
+        ({"slurm": SLURM}, "scheduler is not: workers on other machines"),
+        ({"slurm": SLURM, "scheduler": "tcp://a:1"}, "store_endpoint is not"),
+        ({"kubernetes": PODS, "slurm": SLURM}, "both set"),
+        ({"slurm": {**SLURM, "walltime": "a day"}}, "cluster.slurm.walltime"),
+        ({"kubernetes": {**PODS, "memory": "much"}}, "cluster.kubernetes.memory"),
     ],
 )
-def test_a_cluster_that_cannot_grow_so_is_refused(cluster: dict[str, Any], problem: str) -> None:
+def test_a_cluster_that_cannot_be_so_is_refused(cluster: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         resolve("tiny", {"cluster": cluster})

@@ -406,9 +406,11 @@ class TestEmbedded:
             launcher.kill()
             launcher.wait()
         assert _eventually(lambda: not any(_running(process) for process in started))
-        config = resolve("tiny", {"cluster": {"trainer_ranks": 1}})
+        config = resolve("tiny", {"cluster": {"trainer_ranks": 1, "spare_trainers": 1}})
         with services(config, tmp_path) as found:
             assert found.embedded
+            with connect(found.scheduler, 20) as client:
+                wait_for_workers(client, rollout=1, trainer=2, wait_s=60)
             assert ObjectStore(found.store).get("kept") == b"from the first run"
             token = _token_of_a_child()
         assert group_members(token) == []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from distributed import Client
 
 from tasks.cluster import ROLLOUT, Log, WorkerPool, names_of
-from tasks.config import ClusterConfig
+from tasks.config_cluster import ClusterConfig
 from tasks.rollout.board import FlowQueue
 from tasks.rollout.scaling import Limits, Load, decide
 
@@ -29,7 +29,7 @@ class Scaler:
         self._limits = Limits(
             least, cluster.rollout_workers_most or least, cluster.drain_s, cluster.idle_s
         )
-        self._retired: set[str] = set()
+        self._retired: dict[str, str] = {}  # address -> Dask name
 
     def look(self, has_ended: Callable[[str], bool]) -> None:
         """Looks at the queue once and does what it asks for.
@@ -39,11 +39,12 @@ class Scaler:
 
         Raises:
             RunClosed: the run is over.
+            ClusterError: the pool refuses or does not answer.
             OSError: the scheduler does not answer.
         """
         for address in [one for one in self._retired if has_ended(one)]:
             self._client.retire_workers([address], close_workers=True, remove=True)
-            self._retired.discard(address)
+            self._pool.give_back(self._retired.pop(address))
         queue = self._queue.load()
         names = names_of(self._client, ROLLOUT)
         ours = set(self._pool.names())
@@ -70,7 +71,7 @@ class Scaler:
         for address in change.retire:
             # The queue has the last word: a unit may have been given to it meanwhile.
             if self._queue.retire(address):
-                self._retired.add(address)
+                self._retired[address] = names[address]
                 self._log.info(
                     "rollout worker %s had no work for %.0f s and is given back",
                     names[address],

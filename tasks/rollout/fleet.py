@@ -270,6 +270,8 @@ class Fleet:
                 scaler.look(self._has_ended)
             except RunClosed:
                 return
+            except ClusterError as error:  # a controller that is busy now may answer later
+                self._log.warning("the run keeps the rollout workers it has for now: %s", error)
             except OSError as error:
                 self._log.warning("the run keeps the rollout workers it has: %s", error)
                 return
