@@ -31,6 +31,7 @@ class Compared(BaseModel):
 
     mode: str
     metric: str
+    questions: int
     first: float
     second: float
     difference: float
@@ -142,6 +143,7 @@ def evaluate(
         Compared(
             mode=one.mode,
             metric=METRIC_NAMES[one.metric],
+            questions=one.questions,
             first=one.first,
             second=one.second,
             difference=one.difference.mean,

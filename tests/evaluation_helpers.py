@@ -171,7 +171,8 @@ def report(count: int = 24, seen: str | None = None, said: str | None = None) ->
         mode: [summary(group(q, trajectory(q, answers[i % 4]))) for i, q in enumerate(asked)]
         for mode in made
     }
-    place = {q.id: i for i, q in enumerate(asked)}
+    ids = [q.id for q in asked]
+    place = {one: i for i, one in enumerate(ids)}
     readings = [
         reading(
             c.mode,
@@ -189,6 +190,6 @@ def report(count: int = 24, seen: str | None = None, said: str | None = None) ->
         history=past,
         evaluation=last,
         readings=readings,
-        comparisons=compare(outcomes(found), outcomes(worse)) if count > 1 else (),
+        comparisons=compare(outcomes(found, ids), outcomes(worse, ids)) if count > 1 else (),
         against=past.evaluations[0] if count > 1 else None,
     )

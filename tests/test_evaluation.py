@@ -216,7 +216,7 @@ def test_outcomes_are_means_over_samples_and_survive_the_store() -> None:
     both = group(ASKED[0], trajectory(ASKED[0], "1942"), trajectory(ASKED[0], None))
     other = group(ASKED[1], trajectory(ASKED[1], "in 1942"), trajectory(ASKED[1], None))
     groups = {mode: [summary(both), summary(other)] for mode in ("greedy", "sampled")}
-    found = outcomes(groups)  # type: ignore[arg-type]
+    found = outcomes(groups, [ASKED[0].id, ASKED[1].id])  # type: ignore[arg-type]
     assert found.values["sampled"]["exact_match"] == [0.5, 0.0]
     assert found.values["sampled"]["f1"] == pytest.approx([0.5, 1 / 3])
     again = Outcomes.from_json(found.to_json())
@@ -231,10 +231,27 @@ def test_outcomes_are_means_over_samples_and_survive_the_store() -> None:
 def test_evaluations_of_other_questions_are_not_compared() -> None:
     def of(*asked: int) -> Outcomes:
         made = [summary(group(ASKED[i], trajectory(ASKED[i], "1942"))) for i in asked]
-        return outcomes({"greedy": made, "sampled": made})
+        return outcomes({"greedy": made, "sampled": made}, [ASKED[i].id for i in asked])
 
     with pytest.raises(ValueError, match="not the same"):
         compare(of(0, 1), of(1, 0))
+
+
+def test_questions_left_out_of_one_evaluation_are_left_out_of_the_comparison() -> None:
+    """The reward may fail on a question in one mode of one evaluation; the rest still counts."""
+    ids = [question.id for question in ASKED[:3]]
+
+    def of(greedy: list[int], sampled: list[int], answer: str) -> Outcomes:
+        made = [summary(group(q, trajectory(q, answer))) for q in ASKED[:3]]
+        groups = {"greedy": [made[i] for i in greedy], "sampled": [made[i] for i in sampled]}
+        return Outcomes.from_json(outcomes(groups, ids).to_json())  # type: ignore[arg-type]
+
+    first, second = of([0, 1, 2], [0, 2], "1942"), of([1, 2], [2], "in 1942")
+    assert first.values["sampled"]["exact_match"] == (1.0, None, 1.0)
+    found = {(one.mode, one.metric): one for one in compare(first, second)}
+    assert set(found) == {("greedy", "exact_match"), ("greedy", "f1")}, "one pair says nothing"
+    row = found["greedy", "exact_match"]
+    assert (row.questions, row.first, row.second) == (2, 1.0, 0.0)
 
 
 # Records

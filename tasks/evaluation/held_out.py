@@ -18,14 +18,16 @@ from tasks.rollout.trajectory import GroupSummary
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """An evaluation's record, and its groups by reference: one a question, in their order."""
+    """An evaluation's record, and its groups by reference, in the order of the questions: one a
+    question, but for those whose reward failed."""
 
     record: Evaluation
     groups: dict[Mode, Sequence[GroupSummary]]
+    question_ids: tuple[str, ...]
 
     @property
     def outcomes(self) -> Outcomes:
-        return outcomes(self.groups)
+        return outcomes(self.groups, self.question_ids)
 
 
 def evaluate_version(fleet: Fleet, inputs: Inputs, version: int, step: int) -> Evaluated:
@@ -68,4 +70,4 @@ def evaluate_version(fleet: Fleet, inputs: Inputs, version: int, step: int) -> E
         rows=(*rows["greedy"], *rows["sampled"]),
         seconds=time.perf_counter() - began,
     )
-    return Evaluated(record, groups)
+    return Evaluated(record, groups, tuple(one.id for one in inputs.held_out))

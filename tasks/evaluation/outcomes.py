@@ -21,10 +21,10 @@ METRIC_NAMES: dict[Metric, str] = {"exact_match": "EM", "f1": "F1"}
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """values[mode][metric] is a value a question, a mean over its samples, in the order of
-    question_ids."""
+    question_ids; None where the question's group was left out, since its reward failed."""
 
     question_ids: tuple[str, ...]
-    values: Mapping[str, Mapping[str, Sequence[float]]]
+    values: Mapping[str, Mapping[str, Sequence[float | None]]]
 
     def to_json(self) -> bytes:
         return json.dumps({"question_ids": self.question_ids, "values": self.values}).encode()
@@ -52,51 +52,63 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One metric of two evaluations of the same questions, and how sure the difference is."""
+    """One metric of two evaluations of the same questions, over those that both have a value
+    for, and how sure the difference is."""
 
     mode: Mode
     metric: Metric
+    questions: int
     first: float
     second: float
     difference: Difference
 
 
-def outcomes(groups: Mapping[Mode, Sequence[GroupSummary]]) -> Outcomes:
-    """Of the groups of both modes, one a question and in the same order."""
-    ids = tuple(group.question_id for group in groups["greedy"])
-    if ids != tuple(group.question_id for group in groups["sampled"]):
-        raise ValueError("greedy and sampled groups are not of the same questions in one order")
-    return Outcomes(
-        ids,
-        {
-            mode: {
-                metric: [fmean(getattr(t, metric) for t in g.trajectories) for g in groups[mode]]
-                for metric in METRICS
-            }
-            for mode in MODES
-        },
-    )
+def outcomes(
+    groups: Mapping[Mode, Sequence[GroupSummary]], question_ids: Sequence[str]
+) -> Outcomes:
+    """Of the groups of both modes, at most one a question.
+
+    Args:
+        question_ids: all that were asked, in their order.
+    """
+    values: dict[str, dict[str, list[float | None]]] = {}
+    for mode in MODES:
+        of = {group.question_id: group.trajectories for group in groups[mode]}
+        values[mode] = {
+            metric: [
+                fmean(getattr(t, metric) for t in of[one]) if one in of else None
+                for one in question_ids
+            ]
+            for metric in METRICS
+        }
+    return Outcomes(tuple(question_ids), values)
 
 
 def compare(first: Outcomes, second: Outcomes, seed: int = 0) -> list[Comparison]:
-    """Each mode and metric of the first evaluation against the second, by a paired bootstrap.
+    """Each mode and metric of the first evaluation against the second, by a paired bootstrap over
+    the questions that both have a value for; without those that fewer than two have.
 
     Raises:
-        ValueError: they are not of the same questions in the same order, or of fewer than two.
+        ValueError: they are not of the same questions in the same order.
     """
     if first.question_ids != second.question_ids:
         raise ValueError(
             f"evaluations of {len(first.question_ids)} and {len(second.question_ids)} questions "
             "that are not the same; compare evaluations of the same held-out questions"
         )
-    return [
-        Comparison(
-            mode,
-            metric,
-            fmean(first.values[mode][metric]),
-            fmean(second.values[mode][metric]),
-            paired_bootstrap(first.values[mode][metric], second.values[mode][metric], seed),
-        )
-        for mode in MODES
-        for metric in METRICS
-    ]
+    made = []
+    for mode in MODES:
+        for metric in METRICS:
+            both = [
+                (mine, other)
+                for mine, other in zip(
+                    first.values[mode][metric], second.values[mode][metric], strict=True
+                )
+                if mine is not None and other is not None
+            ]
+            if len(both) < 2:
+                continue
+            mine, others = zip(*both, strict=True)
+            difference = paired_bootstrap(mine, others, seed)
+            made.append(Comparison(mode, metric, len(both), fmean(mine), fmean(others), difference))
+    return made
