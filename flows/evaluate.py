@@ -121,7 +121,7 @@ def evaluate(
     from tasks import artifacts
     from tasks.evaluation.outcomes import METRIC_NAMES, compare
     from tasks.inputs import load_inputs
-    from tasks.run import existing_version
+    from tasks.run import existing_version, played_otherwise, recorded
     from tasks.store import ObjectStore
 
     config = resolve(preset, overrides)
@@ -132,7 +132,11 @@ def evaluate(
     with attached(config, get_run_logger()) as cluster:
         for target in targets:  # both, before the first takes its time
             if target.run is not None:
-                existing_version(ObjectStore(cluster.store), target.run, target.version)
+                store = ObjectStore(cluster.store)
+                existing_version(store, target.run, target.version)
+                record = recorded(store, target.run)
+                for difference in played_otherwise(record["config"], config) if record else ():
+                    cluster.log.warning("evaluated otherwise than %s: %s", target.run, difference)
         found = [_scores(cluster, inputs, target) for target in targets]
     (scores, evaluated), *others = found
     if not others:

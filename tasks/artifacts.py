@@ -100,6 +100,7 @@ def _readings(inputs: Inputs, store: ObjectStore, evaluated: Evaluated) -> list[
             group_from_bytes(data),
             one.number,
             inputs.tokenizer,
+            inputs.config.rollout,
         )
         for one, data in zip(chosen, found, strict=True)
     ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 _QUANTITY = r"^[1-9][0-9]*(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 
@@ -116,7 +119,8 @@ class ClusterConfig(Section):
                 f"{self.rollout_workers}; raise the first or lower the second"
             )
         launched = self.slurm is not None or self.kubernetes is not None
-        if most is not None and self.scheduler is not None and not launched:
+        elsewhere = urlsplit(self.scheduler or "").hostname not in (None, *_LOOPBACK)
+        if most is not None and elsewhere and not launched:
             raise ValueError(
                 f"rollout_workers_most is {most} with scheduler {self.scheduler!r}: a run adds "
                 "workers on its own machine, where that cluster would not find them; leave one "

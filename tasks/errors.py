@@ -28,6 +28,10 @@ class RetrieverError(KindlingError, OSError):
     """A retriever does not answer in time, or not as Search-R1's protocol says."""
 
 
+class RetrieverUnreachable(RetrieverError, ConnectionError):
+    """A retriever does not answer, whatever it is asked."""
+
+
 class StoreError(KindlingError, OSError):
     """The object store does not answer, refuses the credentials or lacks an object."""
 

@@ -15,6 +15,7 @@ from tasks.errors import DataError
 from tasks.retrieval.bm25 import build, index_key
 from tasks.retrieval.http_client import check_retriever
 from tasks.retrieval.stored import is_stored, store_index
+from tasks.rollout.batches import check_streams
 from tasks.rollout.protocol import SearchProtocol
 from tasks.rollout.reward import check_reward
 from tasks.store import ObjectStore
@@ -45,7 +46,7 @@ def load_inputs(config: TrainConfig, cache_dir: Path) -> Inputs:
     """Reads and checks everything a run needs that it does not start itself.
 
     Raises:
-        ConfigError: the reward cannot be used.
+        ConfigError: the reward cannot be used, or the run is longer than its random streams.
         DataError: a dataset or a file of demonstrations is unreadable, empty or laid out wrongly,
             or a held-out question is also trained on.
         PolicyError: the model folder is incomplete, its tokenizer has no chat template where one
@@ -56,6 +57,7 @@ def load_inputs(config: TrainConfig, cache_dir: Path) -> Inputs:
     model_dir = resolve_model_dir(config.model.path, cache_dir / "models")
     tokenizer: Any = load_tokenizer(model_dir, config.model.chat)
     train, held_out = _questions(config)
+    check_streams(config, len(held_out))
     protocol = SearchProtocol(tokenizer, config.model, config.rollout)
     _check_prompts(protocol, config, train, held_out)
     trajectories = _check_demonstrations(protocol, config, train)

@@ -39,8 +39,15 @@ from tasks.weights.commit import Published, existing_ref, known_runs
 FREE_TO_CHANGE = {"cluster", "evaluation"}
 FREE_FIELDS = {
     "training": {"steps", "checkpoint_every", "mismatch_alarm"},
+    "rollout": {"max_failed_rewards", "reward_timeout_s"},
     # A retriever may have moved; none in place of one, or the reverse, is another corpus.
     "retrieval": {"url", "time_limit_s", "attempts"},
+}
+# What of those sections an evaluated trajectory does not depend on.
+_OF_NO_TRAJECTORY = {
+    *("model.path", "model.warm_start"),
+    *("rollout.questions_per_step", "rollout.group_size", "rollout.max_sequences"),
+    *("rollout.kv_cache_gib", "rollout.deterministic", "rollout.reward", "rollout.format_bonus"),
 }
 STALENESS_BOUND = 0
 
@@ -297,6 +304,15 @@ def _record(store: ObjectStore, name: str, config: TrainConfig, policy: str | No
         store.create(record_key(name), text.encode())
     except StoreConflict as error:
         raise ConfigError(f"run {name!r} exists already; resume it or start another") from error
+
+
+def played_otherwise(then: dict[str, Any], config: TrainConfig) -> list[str]:
+    """In what an evaluation by this configuration plays otherwise than the run that was recorded
+    with another: the instruction, the limits of a trajectory, the searches."""
+    was, now = _as_now(then), config.model_dump(mode="json")
+    sections = ("model", "retrieval", "rollout")
+    found = _differences({s: was[s] for s in sections}, {s: now[s] for s in sections})
+    return [one for one in found if one.split(" ")[0] not in _OF_NO_TRAJECTORY]
 
 
 def _flow_run_key(flow_run: str) -> str:

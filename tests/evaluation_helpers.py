@@ -180,6 +180,7 @@ def report(count: int = 24, seen: str | None = None, said: str | None = None) ->
             made[c.mode][place[c.group.question_id]],
             c.number,
             tokenizer(),
+            resolve("tiny").rollout,
         )
         for c in choose(found)
     ]

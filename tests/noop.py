@@ -21,7 +21,7 @@ from distributed import Client
 
 from tasks.cluster import TRAINER, workers_with
 from tasks.data.questions import Passage
-from tasks.errors import RetrieverError, RunClosed, UnitFailed
+from tasks.errors import RetrieverUnreachable, RunClosed, UnitFailed
 from tasks.retrieval.retriever import Found
 from tasks.rollout import board, queue
 from tasks.rollout.agent import AgentLoop, Unit
@@ -140,7 +140,7 @@ class NoopRetriever:
 
     def _search(self, count: int, fails: bool) -> list[list[Found]]:
         if fails:
-            raise RetrieverError("retriever no-op, told to fail")
+            raise RetrieverUnreachable("retriever no-op, told to fail")
         return [[Found(Passage("No-op", "A passage."), 1.0)]] * count
 
     def close(self) -> None:

@@ -108,6 +108,7 @@ TOLD: dict[str, Callable[[], Any]] = {
     "complex": lambda: 1j,
     "decimal": lambda: Decimal("0.5"),
     "huge": lambda: 10**400,
+    "large": lambda: 1e300,
     "true": lambda: True,
     "float32": lambda: np.float32(0.25),
     "int64": lambda: np.int64(3),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tasks.config import ModelConfig, RolloutConfig
 from tasks.data.questions import Passage
-from tasks.errors import PolicyError
+from tasks.errors import PolicyError, RetrieverError, RetrieverUnreachable
 from tasks.retrieval.retriever import Found
 from tasks.rollout import agent as agent_module
 from tasks.rollout.agent import AgentLoop, Failed, Sampled, Unit
@@ -282,6 +282,15 @@ def test_an_invalid_action_costs_a_turn_and_is_corrected(tokenizer: Any) -> None
     assert stage.retriever.queries == []
 
 
+def test_search_r1_reads_the_corrective_too(tokenizer: Any) -> None:
+    """It has answer tags of its own: they close one that the policy left open."""
+    stage = _stage(tokenizer, _plays("<answer> Beijing", GOOD))
+    question = "Answer as in <answer> this </answer>. Where?"
+    (trajectory,) = stage.run(_unit(size=1, question=question))["u"].trajectories
+    assert (trajectory.invalid_actions, trajectory.exact_match) == (1, True)
+    assert trajectory.search_r1
+
+
 @pytest.mark.parametrize("action", [SEARCH, BAD])
 def test_out_of_turns_after_the_search_turns_and_one_more(tokenizer: Any, action: str) -> None:
     stage, unit = _stage(tokenizer, _plays(action), max_search_turns=2), _unit(size=1)
@@ -419,22 +428,26 @@ POISON = "<search> poison </search>"
 
 @dataclass
 class FragileRetriever(FixedRetriever):
-    """Chokes on a query, at once or in its future; `down` fails every search."""
+    """Chokes on a query, at once or in its future; `down` fails every search.
+
+    error: what a choked one raises: a bug of its own, or a server that answers that query badly.
+    """
 
     at_once: bool = True
+    error: Exception = field(default_factory=lambda: Broken("choked"))
     down: bool = False
 
     def search(self, queries: Sequence[str], k: int) -> Future[list[list[Found]]]:
         future = super().search(queries, k)
         broken: Future[list[list[Found]]] = Future()
         if self.down:
-            broken.set_exception(ConnectionError("nobody there"))
+            broken.set_exception(RetrieverUnreachable("nobody there"))
             return broken
         if "poison" not in queries:
             return future
         if self.at_once:
-            raise Broken("choked")
-        broken.set_exception(Broken("choked"))
+            raise self.error
+        broken.set_exception(self.error)
         return broken
 
 
@@ -459,13 +472,16 @@ def _poisoned(tokenizer: Any, retriever: FixedRetriever) -> Stage:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_query_that_breaks_the_retriever_costs_its_unit(tokenizer: Any, at_once: bool) -> None:
-    stage = _poisoned(tokenizer, FragileRetriever(at_once=at_once))
+@pytest.mark.parametrize("error", [Broken("choked"), RetrieverError("no contents")])
+def test_a_query_that_breaks_the_retriever_costs_its_unit(
+    tokenizer: Any, at_once: bool, error: Exception
+) -> None:
+    stage = _poisoned(tokenizer, FragileRetriever(at_once=at_once, error=error))
     units = [_unit("a", size=2), _unit("bad", size=3), _unit("b", size=2)]
     found = _outcomes(stage, *units)
     failed = found.pop("bad")
     assert isinstance(failed, Failed)
-    assert (failed.unit, type(failed.error)) == (units[1], Broken)
+    assert (failed.unit, failed.error) == (units[1], error)
     assert {name for name, one in found.items() if isinstance(one, Sampled)} == {"a", "b"}
     assert not [name for name in stage.engine.running if name.startswith("bad/")]
     again = _outcomes(stage, units[1])["bad"]

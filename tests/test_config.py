@@ -216,6 +216,7 @@ def test_a_preset_with_an_unknown_field_is_refused(
     [
         ({"rollout_workers": 3, "rollout_workers_most": 2}, "most is 2, less than"),
         ({"rollout_workers_most": 4, "scheduler": "tcp://a:1"}, "would not find them"),
+        ({"rollout_workers_most": 4, "scheduler": "tls://10.0.0.1:1"}, "would not find them"),
         ({"slurm": SLURM}, "scheduler is not: workers on other machines"),
         ({"slurm": SLURM, "scheduler": "tcp://a:1"}, "store_endpoint is not"),
         ({"kubernetes": PODS, "slurm": SLURM}, "both set"),
@@ -226,3 +227,9 @@ def test_a_preset_with_an_unknown_field_is_refused(
 def test_a_cluster_that_cannot_be_so_is_refused(cluster: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         resolve("tiny", {"cluster": cluster})
+
+
+def test_a_run_may_grow_beside_a_scheduler_of_its_own_machine() -> None:
+    """As each run of a sweep does, which is told where the sweep's scheduler is."""
+    grows = {"rollout_workers_most": 2, "scheduler": "tcp://127.0.0.1:41234"}
+    assert resolve("tiny", {"cluster": grows}).cluster.grows

@@ -508,6 +508,60 @@ def _rewarded(config: TrainConfig, **rollout: Any) -> TrainConfig:
     )
 
 
+@pytest.mark.parametrize("cause", ["engine", "reward"])
+def test_what_stopped_a_run_is_tried_again_once_it_is_mended(
+    client: Client, config: TrainConfig, object_store: ObjectStore, cause: str
+) -> None:
+    """A resumed run must not read in its own log that the retriever is still down, or its reward
+    still wrong; what it went on without stays left out, for the same bits."""
+    own = _rewarded(config, max_failed_rewards=0.25) if cause == "reward" else config
+    broken, error = (noop.FAILS, UnitFailed) if cause == "engine" else ("raise", RewardError)
+    opened = partial(_life, client, own, object_store, f"mended-{cause}")
+    well = _units(0, 8, 0, question="1")
+    one_bad = [replace(well[0], question=broken), *well[1:]]
+    many_bad = [replace(unit, question=broken) for unit in _units(1, 8, 0)]
+    with closing(opened(0)) as fleet:
+        fleet.offer(one_bad)
+        assert len(fleet.collect(_ids(one_bad), may_fail=0.25)) == 7
+        fleet.offer(many_bad)
+        with pytest.raises(error):
+            fleet.collect(_ids(many_bad), may_fail=0.25)
+    mended = _units(1, 8, 0, question="1")
+    with closing(opened(1)) as fleet:
+        fleet.offer(well)
+        assert len(fleet.collect(_ids(well), may_fail=0.25)) == 7
+        assert fleet.reused == 8
+        fleet.offer(mended)
+        assert len(fleet.collect(_ids(mended))) == 8
+        assert fleet.reused == 8
+
+
+def test_a_single_further_question_may_come_to_nothing(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    """A refill asks for few: the share that may fail is one of them at least."""
+    own = _rewarded(config, max_failed_rewards=0.5)
+    with _fleet(client, own, object_store.location, "refilled") as fleet:
+        bad = replace(_units(0, 1, 0)[0], question="raise")
+        fleet.offer([bad])
+        assert fleet.collect([bad.unit_id]) == []
+
+
+def test_a_result_of_another_number_of_samples_is_not_taken_up(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    opened = partial(_life, client, config, object_store, "resized")
+    units = _units(0, 4, 0)
+    with closing(opened(0)) as fleet:
+        fleet.offer(units)
+        assert len(fleet.collect(_ids(units))) == 4
+    with closing(opened(1)) as fleet:
+        more = [replace(unit, size=2 * unit.size) for unit in units]
+        fleet.offer(more)
+        assert {len(g.trajectories) for g in fleet.collect(_ids(more))} == {2 * units[0].size}
+        assert fleet.reused == 0
+
+
 def test_a_reward_that_fails_costs_its_group_and_too_many_the_run(
     client: Client, config: TrainConfig, object_store: ObjectStore
 ) -> None:

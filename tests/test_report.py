@@ -8,17 +8,21 @@ import io
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
 from tasks.evaluation.charts import Chart, Series, figure, ticks
-from tasks.evaluation.reader import choose, reading, shade, why
+from tasks.evaluation.reader import choose, of_the_reward, reading, shade, why
 from tasks.evaluation.report import MOST_BYTES, render
 from tasks.metrics import History
+from tasks.presets import resolve
+from tasks.rollout.trajectory import Trajectory
 from tests.evaluation_helpers import (
     evaluation,
     group,
@@ -145,7 +149,7 @@ def test_what_was_sampled_is_shaded_token_by_token(page: str) -> None:
 def test_a_character_of_several_tokens_is_shown_whole() -> None:
     asked, text = question(0), "<think> Zürich 東京 🎬 </think>"
     made = trajectory(asked, "1942", said=text)
-    found = reading("greedy", asked, group(asked, made), 0, tokenizer())
+    found = reading("greedy", asked, group(asked, made), 0, tokenizer(), resolve("tiny").rollout)
     shown = parsed(f"<p>{found.segments[1].html}</p>")
     assert text in "".join(shown.texts["i"])
     turn = made.turns[0]
@@ -153,6 +157,22 @@ def test_a_character_of_several_tokens_is_shown_whole() -> None:
     assert [float(v) for v in values] == pytest.approx(
         made.logprobs[turn.start : turn.sampled_end].tolist(), abs=0.006
     )
+
+
+def test_the_reward_says_what_it_was_given_for() -> None:
+    asked = question(0)
+    made = replace(trajectory(asked, "1942"), reward=1.125, search_r1=True)
+    unanswered = replace(trajectory(asked, None), reward=0.0)
+
+    def said(of: Trajectory, **rollout: Any) -> str:
+        return of_the_reward(of, resolve("tiny", {"rollout": rollout}).rollout)
+
+    assert said(made, format_bonus=0.125) == (
+        "The reward is 1.12, for exact match, 0.125 of it for an answer that is well formed."
+    )
+    assert said(unanswered, format_bonus=0.125) == "The reward is 0, for exact match."
+    assert said(made, reward="search_r1").endswith("and calls it right.")
+    assert "by tests.reward_functions:told" in said(made, reward="tests.reward_functions:told")
 
 
 def test_the_verdict_says_why() -> None:

@@ -25,7 +25,7 @@ from infra.processes import child_environment
 from tasks.config import RetrievalConfig
 from tasks.data.hotpotqa import load_questions
 from tasks.data.questions import Passage, pool
-from tasks.errors import ConfigError, RetrieverError
+from tasks.errors import ConfigError, RetrieverError, RetrieverUnreachable
 from tasks.inputs import load_inputs
 from tasks.presets import resolve
 from tasks.retrieval import http_client
@@ -346,16 +346,21 @@ def test_what_may_pass_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "reached", "message"),
     [
-        (says("no", 500), r"failed 3 times: status 500: 'no'; see that it runs"),
-        (drops, r"failed 3 times: .*; see that it runs"),
-        (drips, r"failed 3 times: no whole answer within 0\.3 s; see that it runs"),
+        (says("no", 500), True, r"failed 3 times: status 500: 'no'; see that it runs"),
+        (says("no", 503), False, r"failed 3 times: status 503: 'no'; see that it runs"),
+        (drops, False, r"failed 3 times: .*; see that it runs"),
+        (drips, False, r"failed 3 times: no whole answer within 0\.3 s; see that it runs"),
     ],
 )
-def test_what_does_not_pass_is_an_error(answer: Callable[..., None], message: str) -> None:
-    with Scripted(answer) as server, pytest.raises(RetrieverError, match=message):
+def test_what_does_not_pass_is_an_error(
+    answer: Callable[..., None], reached: bool, message: str
+) -> None:
+    """And says whether one of the queries may be to blame: then each is asked alone."""
+    with Scripted(answer) as server, pytest.raises(RetrieverError, match=message) as caught:
         ask(server.url, ["q"], time_limit_s=0.3)
+    assert isinstance(caught.value, RetrieverUnreachable) != reached
 
 
 def test_an_answer_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tasks.presets import resolve
-from tasks.run import _as_now, _differences
+from tasks.run import _as_now, _differences, played_otherwise
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
 
@@ -46,3 +46,10 @@ def test_a_retriever_may_move_but_not_come_or_go() -> None:
     assert not _differences(here, there)
     assert "retrieval.url" in _differences(here, none)[0]
     assert "retrieval.url" in _differences(none, here)[0]
+
+
+def test_an_evaluation_that_plays_otherwise_than_its_run_says_in_what() -> None:
+    then = _recorded(rollout={"max_search_turns": 1, "group_size": 4}, training={"steps": 3})
+    found = played_otherwise(then, resolve("tiny"))
+    assert found == ["rollout.max_search_turns was 1 and is 3"]
+    assert not played_otherwise(_recorded(), resolve("tiny"))

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from tasks.config import TrainConfig
 from tasks.data.questions import Passage, Question
+from tasks.errors import ConfigError
 from tasks.presets import resolve
 from tasks.rollout.agent import Unit
-from tasks.rollout.batches import evaluation_units, train_units, unit_from_wire
+from tasks.rollout.batches import (
+    check_streams,
+    evaluation_units,
+    refill_units,
+    train_units,
+    unit_from_wire,
+)
 from tasks.rollout.streams import stream_seed, turns_at_most
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
@@ -77,15 +84,32 @@ def test_no_two_turns_of_a_run_share_a_stream(samples: int) -> None:
     streams: list[int] = []
     for step in range(5):
         units = train_units(questions, config, step, step)
+        units += refill_units(questions, config, step, step, range(3))
         units += evaluation_units(questions, config, step, greedy=False)
         for unit in units:
             streams += _streams(unit, config)
             assert unit.seed == config.seed
     turns = turns_at_most(config.rollout)
     assert turns == config.rollout.max_search_turns + 1
-    assert len(streams) == 5 * (6 * 4 + 9 * samples) * turns
+    assert len(streams) == 5 * (9 * 4 + 9 * samples) * turns
     assert len(set(streams)) == len(streams)
     assert max(streams) < 2**32
+
+
+@pytest.mark.parametrize(("held_out", "kind"), [(0, "trained on"), (10_000_000, "evaluated")])
+def test_a_run_longer_than_its_streams_is_refused(held_out: int, kind: str) -> None:
+    """The last step that is allowed shares no stream with an evaluation, nor with itself."""
+    config = resolve("tiny")
+    check_streams(config, held_out=500)
+    turns = turns_at_most(config.rollout)
+    of_a_step = 24 * (1 + config.training.refill_rounds) * config.rollout.group_size * turns
+    most = 2**31 // (held_out * turns or of_a_step) - 2
+    last = resolve("tiny", {"training": {"steps": most}})
+    check_streams(last, held_out)
+    (*_, unit) = train_units(_questions(30), last, most - 1, most - 1)
+    assert max(_streams(unit, last)) < 2**31
+    with pytest.raises(ConfigError, match=f"turns of a step that are {kind} .* {most:,} steps"):
+        check_streams(resolve("tiny", {"training": {"steps": most + 1}}), held_out)
 
 
 def test_a_unit_keeps_its_streams_on_its_way_to_a_worker() -> None:

@@ -151,6 +151,7 @@ def test_bad_demonstrations_are_fluent_and_mostly_wrong(tokenizer: Any, corpus: 
     [
         {"model": {"context": 100}, "rollout": {"max_prompt_tokens": 99}},
         {"rollout": {"max_search_turns": 1}},
+        {"rollout": {"max_new_tokens": 3}},
     ],
 )
 def test_what_a_run_would_not_allow_is_left_out(
@@ -210,7 +211,7 @@ def test_fine_tuning_lowers_the_loss_and_says_what_it_did(tokenizer: Any, corpus
 
 def test_the_policys_name_depends_on_all_that_makes_it() -> None:
     one = config()
-    assert policy_key(one, "base", "index") == policy_key(config(), "base", "index")
+    assert policy_key(one, "base", "index", b"") == policy_key(config(), "base", "index", b"")
     of_a_file = config(trajectories="a.jsonl")
     assert policy_key(of_a_file, "base", "index", b"x") == policy_key(
         config(trajectories="moved.jsonl"), "base", "index", b"x"
@@ -218,12 +219,12 @@ def test_the_policys_name_depends_on_all_that_makes_it() -> None:
     others = [
         policy_key(of_a_file, "base", "index", b"x"),
         policy_key(of_a_file, "base", "index", b"y"),
-        policy_key(config(good_share=0.5), "base", "index"),
-        policy_key(one, "other", "index"),
-        policy_key(one, "base", "other"),
-        policy_key(resolve("tiny", {**one.model_dump(), "seed": 5}), "base", "index"),
+        policy_key(config(good_share=0.5), "base", "index", b""),
+        policy_key(one, "other", "index", b""),
+        policy_key(one, "base", "other", b""),
+        policy_key(resolve("tiny", {**one.model_dump(), "seed": 5}), "base", "index", b""),
     ]
-    assert len({policy_key(one, "base", "index"), *others}) == 7
+    assert len({policy_key(one, "base", "index", b""), *others}) == 7
 
 
 def test_settings_are_needed() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,18 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file
 
+from infra.cluster import connect, start_scheduler, start_worker, wait_for_workers
+from infra.processes import ProcessGroup
+from tasks.cluster import TRAINER, Attached
 from tasks.config import TrainConfig
 from tasks.data.hotpotqa import load_questions
 from tasks.data.questions import pool
-from tasks.errors import IntegrityError
+from tasks.errors import ClusterError, IntegrityError
+from tasks.inputs import load_inputs
 from tasks.presets import resolve
 from tasks.retrieval.bm25 import build
 from tasks.retrieval.stored import store_index
+from tasks.rollout.board import FlowQueue
 from tasks.store import ObjectStore
 from tasks.training import stored_policy
 from tasks.training.policy import load_tokenizer, resolve_model_dir
@@ -155,3 +162,51 @@ def test_demonstrations_from_a_file_in_the_store(
     came = stored_policy.provenance_of(object_store, made.prefix)
     assert (came["demonstrations"], came["steps"]) == (6, 3)
     assert came["final_loss"] < came["first_loss"]
+
+
+@pytest.fixture(scope="module")
+def scheduler(
+    object_store: ObjectStore, config: TrainConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Of a cluster with one trainer worker."""
+    folder = Path(tmp_path_factory.mktemp("cluster"))
+    with ProcessGroup(folder / "logs") as group:
+        address = start_scheduler(group, folder)
+        start_worker(group, address, config.cluster, folder, TRAINER, 0, {})
+        with connect(address, 20) as client:
+            wait_for_workers(client, rollout=0, trainer=1, wait_s=60)
+        yield address
+
+
+def test_two_flows_make_a_policy_once_and_on_a_worker_that_no_gang_has(
+    object_store: ObjectStore,
+    config: TrainConfig,
+    cache: Path,
+    scheduler: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    cluster = config.cluster.model_copy(update={"wait_s": 2.0})
+    inputs = load_inputs(config.model_copy(update={"cluster": cluster}), cache)
+    prefix = f"policies/{secrets.token_hex(8)}/"
+
+    def make() -> None:
+        with connect(scheduler, 20) as client:
+            log = logging.getLogger("tests.policy")
+            stored_policy.make_policy(
+                Attached(client, object_store.location, cache, log), inputs, prefix
+            )
+
+    with connect(scheduler, 20) as client:
+        training = FlowQueue(client, "a-gang")
+        assert training.claim_trainers(1).workers
+        with pytest.raises(ClusterError, match="has 1, of which 1 by run a-gang are in use"):
+            make()
+        training.close()
+    with ThreadPoolExecutor(2) as flows:
+        for done in [flows.submit(make), flows.submit(make)]:
+            done.result(120)
+    assert stored_policy.is_made(object_store, prefix)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum(line.startswith(f"another flow makes policy {prefix}") for line in said) == 1
+    assert sum(line.startswith(f"warm start: step {STEPS} of {STEPS}") for line in said) == 1

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from markupsafe import Markup, escape
 
+from tasks.config import RolloutConfig
 from tasks.data.questions import Question
 from tasks.evaluation.breakdown import MODES, Mode
 from tasks.evaluation.scoring import normalise
@@ -87,7 +88,14 @@ def _first(group: GroupSummary, right: bool) -> int | None:
     return next((i for i, t in enumerate(group.trajectories) if t.exact_match == right), None)
 
 
-def reading(mode: Mode, question: Question, group: Group, number: int, tokenizer: Any) -> Reading:
+def reading(
+    mode: Mode,
+    question: Question,
+    group: Group,
+    number: int,
+    tokenizer: Any,
+    rollout: RolloutConfig,
+) -> Reading:
     """Takes a trajectory apart for the reader."""
     trajectory = group.trajectories[number]
     versions = np.unique(trajectory.versions[trajectory.loss_mask])
@@ -96,7 +104,7 @@ def reading(mode: Mode, question: Question, group: Group, number: int, tokenizer
         question,
         trajectory,
         tuple(_segments(trajectory, tokenizer)),
-        why(trajectory, question.answers),
+        f"{why(trajectory, question.answers)} {of_the_reward(trajectory, rollout)}",
         tuple(int(version) for version in versions),
     )
 
@@ -117,6 +125,19 @@ def why(trajectory: Trajectory, golds: Sequence[str]) -> str:
     shared = max((sorted(set(answer.split()) & set(one.split())) for one in gold), key=len)
     words = f"the words they share: {', '.join(shared)}" if shared else "they share no word"
     return f"The last closed answer reads “{answer}” once normalised, not {wanted}; {words}."
+
+
+def of_the_reward(trajectory: Trajectory, rollout: RolloutConfig) -> str:
+    """What the reward was given for."""
+    by = {
+        "exact_match": "for exact match",
+        "f1": "for F1",
+        "search_r1": "by Search-R1's scorer, which takes the last answer of the whole text, the "
+        f"prompt's included, and calls it {'right' if trajectory.search_r1 else 'wrong'}",
+    }.get(rollout.reward, f"by {rollout.reward}")
+    bonus = rollout.format_bonus if trajectory.answer is not None else 0.0
+    added = f", {bonus:g} of it for an answer that is well formed" if bonus else ""
+    return f"The reward is {trajectory.reward:.3g}, {by}{added}."
 
 
 def _segments(trajectory: Trajectory, tokenizer: Any) -> Iterator[Segment]:

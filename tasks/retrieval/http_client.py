@@ -21,7 +21,7 @@ from tenacity import (
 )
 
 from tasks.config import RetrievalConfig
-from tasks.errors import RetrieverError
+from tasks.errors import RetrieverError, RetrieverUnreachable
 from tasks.retrieval.retriever import Found
 from tasks.retrieval.wire import (
     MAX_QUERIES,
@@ -40,7 +40,14 @@ _BUSY = {408, 425, 429, 500, 502, 503, 504}
 
 
 class _Transient(Exception):
-    """A try failed in a way that a later one may not; its text is the cause."""
+    """A try failed in a way that a later one may not; its text is the cause.
+
+    answered: the server did, and had trouble with what it was asked.
+    """
+
+    def __init__(self, cause: str, answered: bool = False) -> None:
+        super().__init__(cause)
+        self.answered = answered
 
 
 class HttpRetriever:
@@ -104,6 +111,7 @@ class HttpRetriever:
                 queries,
                 f"failed {self._attempts} times: {error}; see that it runs and can be reached "
                 "from here (retrieval.url, retrieval.time_limit_s), then start or resume the run",
+                RetrieverError if error.answered else RetrieverUnreachable,
             ) from None
         return self._read(queries, k, answer)
 
@@ -132,7 +140,8 @@ class HttpRetriever:
                 if len(answer) > MAX_RESPONSE_BYTES:
                     raise self._error(queries, f"answered more than {MAX_RESPONSE_BYTES:,} bytes")
         if response.status_code in _BUSY:
-            raise _Transient(f"status {response.status_code}: {_short(answer)}")
+            cause = f"status {response.status_code}: {_short(answer)}"
+            raise _Transient(cause, answered=response.status_code == 500)
         if response.status_code != 200:
             raise self._error(
                 queries,
@@ -162,9 +171,11 @@ class HttpRetriever:
             for found in result
         ]
 
-    def _error(self, queries: list[str], problem: str) -> RetrieverError:
+    def _error(
+        self, queries: list[str], problem: str, kind: type[RetrieverError] = RetrieverError
+    ) -> RetrieverError:
         first = f" (the first is {queries[0][:80]!r})" if queries else ""
-        return RetrieverError(f"retriever {self._url}, {len(queries)} queries{first}: {problem}")
+        return kind(f"retriever {self._url}, {len(queries)} queries{first}: {problem}")
 
 
 def check_retriever(retrieval: RetrievalConfig) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from tasks.config import RolloutConfig
 from tasks.data.questions import Passage
+from tasks.errors import RetrieverUnreachable
 from tasks.retrieval.retriever import Found, Retriever
 from tasks.rollout.engine import Completion, Engine, Request, Sampling
 from tasks.rollout.protocol import Action, Answer, Search, SearchProtocol, parse
@@ -265,7 +266,7 @@ class AgentLoop:
             return [self._end_turn(*pair) for pair in zip(turns, future.result(), strict=True)]
         if not isinstance(error, Exception):
             raise error
-        if isinstance(error, OSError) or len(turns) == 1:
+        if isinstance(error, RetrieverUnreachable) or len(turns) == 1:
             return [self._fail(turn, error) for turn in turns]
         for turn in turns:
             self._search([turn])
@@ -326,7 +327,7 @@ class AgentLoop:
         fits = len(attempt.ids) + len(observed) < self._context
         if fits:
             attempt.ids.extend(observed)
-            attempt.texts.append(self._scored_text(observed, passages))
+            attempt.texts.append(self._scored_text(observed, is_search, passages))
             attempt.shown.update(passage.title for passage in passages)
         attempt.turns.append(
             Turn(
@@ -343,11 +344,14 @@ class AgentLoop:
         self._request(attempt)
         return None
 
-    def _scored_text(self, observed: Sequence[int], passages: Sequence[Passage]) -> str:
-        """An observation as Search-R1's scorer reads it, which looks for answer tags alone: without
-        one in its passages there is nothing to decode."""
+    def _scored_text(
+        self, observed: Sequence[int], is_search: bool, passages: Sequence[Passage]
+    ) -> str:
+        """An observation as Search-R1's scorer reads it, which looks for answer tags alone: the
+        corrective has some; without one in its passages there is nothing to decode."""
         tagged = any("answer>" in passage.title + passage.text for passage in passages)
-        return self._protocol.text(observed) if tagged else "<information></information>"
+        whole = tagged or not is_search
+        return self._protocol.text(observed) if whole else "<information></information>"
 
     def _end(self, attempt: _Attempt, end: End, answer: str | None) -> Sampled | None:
         unit, group = attempt.unit, attempt.group

@@ -10,6 +10,7 @@ from typing import Any
 from tasks.config import TrainConfig
 from tasks.data.order import batch, order
 from tasks.data.questions import Question
+from tasks.errors import ConfigError
 from tasks.rollout.agent import Unit
 from tasks.rollout.engine import Sampling
 from tasks.rollout.streams import turns_at_most
@@ -27,7 +28,7 @@ def train_units(
     chosen = batch(len(questions), config.seed, step, rollout.questions_per_step)
     sampling = Sampling(rollout.temperature, rollout.top_p)
     make = partial(_unit, config, version, rollout.group_size, sampling)
-    first = step * (rollout.questions_per_step + len(questions))
+    first = step * _units_of_a_step(config)
     return [
         make(f"train-{step:06d}-{i:05d}", first + i, questions[q]) for i, q in enumerate(chosen)
     ]
@@ -45,11 +46,40 @@ def refill_units(
     chosen = [q for q in further.tolist() if q not in regular][span.start : span.stop]
     sampling = Sampling(rollout.temperature, rollout.top_p)
     make = partial(_unit, config, version, rollout.group_size, sampling)
-    first = step * (rollout.questions_per_step + len(questions)) + rollout.questions_per_step
+    first = step * _units_of_a_step(config) + rollout.questions_per_step
     return [
         make(f"train-{step:06d}-refill-{i:05d}", first + i, questions[q])
         for i, q in zip(span, chosen, strict=True)
     ]
+
+
+def _units_of_a_step(config: TrainConfig) -> int:
+    """How many a step has at most, with those of every refill."""
+    return config.rollout.questions_per_step * (1 + config.training.refill_rounds)
+
+
+def check_streams(config: TrainConfig, held_out: int) -> None:
+    """Refuses a run that is so long that two of its turns would share a random stream.
+
+    Args:
+        held_out: how many held-out questions there are.
+
+    Raises:
+        ConfigError: it is.
+    """
+    rollout, turns = config.rollout, turns_at_most(config.rollout)
+    of_a_step = {
+        "trained on": _units_of_a_step(config) * rollout.group_size * turns,
+        "evaluated": held_out * config.evaluation.samples * turns,
+    }
+    for kind, streams in of_a_step.items():
+        most = _EVALUATION // max(1, streams) - 2
+        if config.training.steps > most:
+            raise ConfigError(
+                f"training.steps is {config.training.steps:,}; at {streams:,} turns of a step that "
+                f"are {kind} a run has random streams for {most:,} steps: lower it, or begin "
+                "another run from this one's checkpoint"
+            )
 
 
 def refill_available(questions: Sequence[Question], config: TrainConfig, step: int) -> int:

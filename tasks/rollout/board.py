@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,8 @@ POLL_S = 2.0
 """Seconds a long poll lasts at most."""
 LEASE_S = 60.0
 """Seconds a run stays open without a sign of life from its flow."""
+RENEW_S = 10.0
+"""Seconds between two of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +310,16 @@ class FlowQueue:
 
     def close(self) -> None:
         self._call("kindling_close")
+
+
+def keep_open(queue: FlowQueue, over: threading.Event, every_s: float = RENEW_S) -> None:
+    """Renews a run's lease until `over` is set: for a thread of its own, since training may take
+    minutes in which the flow asks the queue for nothing."""
+    while not over.wait(every_s):
+        try:
+            queue.renew()
+        except (OSError, RunClosed):
+            return  # the flow's own next call says the same where it can be handled
 
 
 class WorkerQueue:

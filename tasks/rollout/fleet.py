@@ -17,13 +17,12 @@ from tasks.errors import ClusterError, KindlingError, RewardError, RunClosed, Un
 from tasks.rollout.accepted import AcceptedLog, batch_of
 from tasks.rollout.agent import Unit
 from tasks.rollout.batches import summary_from_wire
-from tasks.rollout.board import FlowQueue
+from tasks.rollout.board import RENEW_S, FlowQueue, keep_open
 from tasks.rollout.elastic import Scaler
 from tasks.rollout.queue import Wire
 from tasks.rollout.trajectory import GroupSummary
 from tasks.rollout.worker import RolloutSpec, serve_run
 
-RENEW_S = 10.0
 LOOK_AGAIN_S = 2.0
 
 
@@ -65,6 +64,8 @@ class Fleet:
         self._dropped: dict[str, str] = {}
         self._given_up: dict[str, str] = {}
         self._offered: dict[str, int] = {}  # the version each unit is to be sampled at
+        # Units that came to nothing and are not yet written down, see `collect`.
+        self._unwritten: dict[str, Wire] = {}
         self._serving: dict[str, Future] = {}
         self._alone_since: float | None = None
         self._look_again = 0.0
@@ -73,8 +74,8 @@ class Fleet:
         self._queue = queue or FlowQueue(client, spec.run)
         self._spec = spec = replace(spec, token=self._queue.token)
         self._over = threading.Event()
-        # Training may take minutes in which the flow's thread asks the queue for nothing.
-        self._keepers = [threading.Thread(target=self._keep_lease, name="lease", daemon=True)]
+        lease = partial(keep_open, self._queue, self._over, RENEW_S)
+        self._keepers = [threading.Thread(target=lease, name="lease", daemon=True)]
         if pool is not None:
             scaler = Scaler(client, self._queue, pool, spec.config.cluster, log)
             keep = partial(self._keep_scaled, scaler)
@@ -98,6 +99,8 @@ class Fleet:
         result = self._known[batch].get(unit.unit_id)
         if result is None or result["version"] != unit.version:
             return False
+        if "trajectories" in result and len(result["trajectories"]) != unit.size:
+            return False  # evaluation.samples may change between a run and its resumption
         self._take(result)
         self.reused += 1
         return True
@@ -111,11 +114,13 @@ class Fleet:
         """Waits for these units' groups; returns them in the order asked for.
 
         A group that the run's reward function failed on is left out, with a warning; so is a unit
-        that failed on every try, where some may.
+        that failed on every try, where some may. Which these are is written down when this returns
+        and not when it raises: once the cause is mended, a resumed run samples them anew.
 
         Args:
             progress: called with the number that is there whenever it may have grown.
-            may_fail: share of the units that may be given up, one at least unless it is 0.
+            may_fail: share of the units that may be given up; one at least unless it is 0, and
+                so with the rewards that may fail: a single unit is asked for, too.
 
         Raises:
             UnitFailed: more units were given up.
@@ -130,12 +135,13 @@ class Fleet:
             if progress is not None:
                 progress(len(there))
             self._require_rewards(dropped, len(unit_ids))
-            if len(given_up) > (max(1, may_fail * len(unit_ids)) if may_fail else 0):
+            if len(given_up) > _allowed(may_fail, len(unit_ids)):
                 raise UnitFailed(
                     f"unit {given_up[0]} failed on every try: {self._given_up[given_up[0]]} "
                     f"({len(given_up)} of {len(unit_ids)} units did)"
                 )
             if len(there) + len(dropped) + len(given_up) == len(unit_ids):
+                self._write_down([*dropped, *given_up])
                 return [self._groups.pop(unit_id) for unit_id in there]
             done, events, failed = self._queue.collect()
             # One that was given up may come after all, from a worker that was thought lost.
@@ -145,15 +151,24 @@ class Fleet:
                 for unit_id in unit_ids
                 if unit_id in failed and unit_id not in self._given_up
             ]
-            if done and self._accepted is not None:
-                self._accepted.append(done)
+            sampled = [result for result in done if not _is_nothing(result)]
+            if sampled and self._accepted is not None:
+                self._accepted.append(sampled)
             for result in done:
+                if _is_nothing(result):
+                    self._unwritten[result["unit_id"]] = result
                 self._take(result)
             for event in events:
                 self._note(event)
             lost = any(event["kind"] == "worker_lost" for event in events)
             if lost or time.monotonic() > self._look_again:
                 self._serve_everywhere()
+
+    def _write_down(self, unit_ids: Sequence[str]) -> None:
+        """Has it that these units came to nothing: the run goes on without them for good."""
+        results = [self._unwritten.pop(one) for one in unit_ids if one in self._unwritten]
+        if results and self._accepted is not None:
+            self._accepted.append(results)
 
     def _take(self, result: Wire) -> None:
         unit_id = result["unit_id"]
@@ -168,7 +183,7 @@ class Fleet:
 
     def _require_rewards(self, dropped: Sequence[str], asked: int) -> None:
         limit = self._spec.config.rollout.max_failed_rewards
-        if len(dropped) > limit * asked:
+        if len(dropped) > _allowed(limit, asked):
             raise RewardError(
                 f"the reward failed on {len(dropped)} of {asked} groups, more than the share "
                 f"rollout.max_failed_rewards = {limit:g} allows; the last: "
@@ -255,13 +270,6 @@ class Fleet:
         future = self._serving.get(address)
         return future is not None and future.status == "finished"
 
-    def _keep_lease(self) -> None:
-        while not self._over.wait(RENEW_S):
-            try:
-                self._queue.renew()
-            except (OSError, RunClosed):
-                return  # the flow's own next call says the same where it can be handled
-
     def _keep_scaled(self, scaler: Scaler) -> None:
         """In a thread of its own: what goes wrong here costs the run its growth and not its
         lease."""
@@ -275,3 +283,13 @@ class Fleet:
             except OSError as error:
                 self._log.warning("the run keeps the rollout workers it has: %s", error)
                 return
+
+
+def _is_nothing(result: Wire) -> bool:
+    """Whether a unit came to nothing: it was given up, or its group is left out."""
+    return "given_up" in result or "dropped" in result
+
+
+def _allowed(share: float, asked: int) -> float:
+    """How many of so many units may come to nothing."""
+    return max(1.0, share * asked) if share else 0.0

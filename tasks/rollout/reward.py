@@ -139,11 +139,16 @@ def _check_signature(where: str, function: Callable[..., Any]) -> None:
         ) from None
 
 
+LARGEST = 1e9
+"""Of a reward. Advantages take differences and squares of them, in float32."""
+
+
 def as_number(value: object) -> float:
     """A reward function's value as a float; True is 1.
 
     Raises:
-        RewardError: it is not a number (a tensor or an array is none), or not finite.
+        RewardError: it is not a number (a tensor or an array is none), not finite, or beyond
+            LARGEST.
     """
     if not isinstance(value, numbers.Real):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -151,8 +156,9 @@ def as_number(value: object) -> float:
             f"it returned {_short(value)} of type {kind}; expected a number: return a float"
         )
     number = float(value)
-    if not math.isfinite(number):
-        raise RewardError(f"it returned {number}; expected a finite number")
+    # Differences of two and their squares must be finite, and exact enough to tell them apart.
+    if not abs(number) <= LARGEST:
+        raise RewardError(f"it returned {number:g}; expected a number within +-{LARGEST:g}")
     return number
 
 

@@ -37,7 +37,8 @@ class Demonstrator:
     """Plays questions against the real retriever, in the policy's own tokens.
 
     What a run would not let a policy do is not shown: a demonstration is None where it outgrows
-    the context or searches too often, and of a question without supporting facts.
+    the context, writes too much in a turn or searches too often, and of a question without
+    supporting facts.
     """
 
     def __init__(self, protocol: SearchProtocol, retriever: Retriever, config: TrainConfig) -> None:
@@ -46,6 +47,7 @@ class Demonstrator:
         self._top_k = config.retrieval.top_k
         self._context = config.model.context
         self._max_searches = config.rollout.max_search_turns
+        self._max_action = config.rollout.max_new_tokens
 
     def good(self, question: Question) -> Demonstration | None:
         """Searches every gold title, then answers."""
@@ -56,7 +58,7 @@ class Demonstrator:
             play.act(f"<search> {title}</search>")
             play.observe(self._protocol.observation(self._search(title)))
         play.act(f"<answer> {question.answers[0]}</answer>")
-        return play.done(self._context)
+        return self._done(play)
 
     def bad(self, question: Question, rng: random.Random) -> Demonstration | None:
         """One fault, then a wrong title for an answer."""
@@ -80,7 +82,10 @@ class Demonstrator:
             play.observe(self._protocol.observation(found))
             seen = found or seen
         play.act(f"<answer> {rng.choice(seen).title}</answer>")
-        return play.done(self._context)
+        return self._done(play)
+
+    def _done(self, play: Play) -> Demonstration | None:
+        return play.done(self._context) if play.longest_action <= self._max_action else None
 
     def _search(self, query: str) -> list[Passage]:
         (found,) = self._retriever.search([query], self._top_k).result()
@@ -95,6 +100,9 @@ def _one_word(question: Question, rng: random.Random) -> str:
 class Play:
     """A trajectory as it is demonstrated, turn by turn; `act` and `observe` return their lengths.
 
+    Attributes:
+        longest_action: tokens of the longest turn of the policy's so far.
+
     Raises:
         PolicyError: the prompt is longer than rollout.max_prompt_tokens.
     """
@@ -103,6 +111,7 @@ class Play:
         self._protocol = protocol
         self._ids = list(protocol.prompt(question))
         self._mask = [False] * len(self._ids)
+        self.longest_action = 0
 
     @property
     def size(self) -> int:
@@ -112,6 +121,7 @@ class Play:
         ids = self._protocol.encode_action(text, end_of_turn)
         self._ids.extend(ids)
         self._mask.extend([True] * len(ids))
+        self.longest_action = max(self.longest_action, len(ids))
         return len(ids)
 
     def observe(self, ids: Sequence[int]) -> int:

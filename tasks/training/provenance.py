@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
+from tasks.data.questions import Question
 from tasks.training.demonstrations import Demonstration
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s")
@@ -45,6 +47,12 @@ def digest_of_model(folder: Path) -> str:
         hasher.update(blake3(path.name.encode()).digest())
         hasher.update(blake3(max_threads=blake3.AUTO).update_mmap(path).digest())
     return hasher.hexdigest()
+
+
+def text_of_questions(questions: Sequence[Question]) -> bytes:
+    """Of questions, all that a demonstration shows, one JSON line each; their passages aside."""
+    lines = [[q.id, q.question, list(q.answers), list(q.gold_titles)] for q in questions]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def digest_of_demonstrations(made: Sequence[Demonstration]) -> str:

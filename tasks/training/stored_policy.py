@@ -12,6 +12,8 @@ import json
 import os
 import secrets
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -20,12 +22,13 @@ from typing import Any
 
 import torch
 
-from tasks.cluster import TRAINER, Attached, submit_to, workers_with
+from tasks.cluster import Attached, submit_to
 from tasks.config import TrainConfig
 from tasks.data.questions import Question
 from tasks.errors import ClusterError, RunClosed
 from tasks.inputs import Inputs, ensure_index
 from tasks.retrieval.opening import open_retriever
+from tasks.rollout.board import FlowQueue, keep_open
 from tasks.store import ObjectStore, StoreLocation
 from tasks.training import provenance
 from tasks.training.demonstrations import Corpus, Demonstration, chosen_questions
@@ -44,13 +47,23 @@ from tasks.weights.final import put_folder
 
 TOPIC = "kindling-warm-start"
 REPORT_EVERY = 4
+LOOK_AGAIN_S = 1.0
 
 
 def policy_prefix(inputs: Inputs) -> str:
     """Where in the store the policy of these inputs is, or will be."""
     config = inputs.config
+    base = f"{config.model.path} {provenance.digest_of_model(inputs.model_dir)}"
     searched = inputs.index_key or config.retrieval.url or ""
-    return f"policies/{policy_key(config, config.model.path, searched, inputs.trajectories)}/"
+    shown = inputs.trajectories or provenance.text_of_questions(_shown(inputs))
+    return f"policies/{policy_key(config, base, searched, shown)}/"
+
+
+def _shown(inputs: Inputs) -> list[Question]:
+    """The questions that demonstrations are built from; none where they are read from a file."""
+    if inputs.trajectories:
+        return []
+    return chosen_questions(inputs.train, settings_of(inputs.config), inputs.config.seed)
 
 
 def is_made(store: ObjectStore, prefix: str) -> bool:
@@ -66,22 +79,65 @@ def provenance_of(store: ObjectStore, prefix: str) -> dict[str, Any]:
 def make_policy(cluster: Attached, inputs: Inputs, prefix: str) -> None:
     """Fine-tunes the policy on a trainer worker and stores it; goes on where that was interrupted.
 
+    Where another flow is at it, waits until that one has made it, or has gone.
+
     Raises:
-        ClusterError: there is no trainer worker.
+        ClusterError: there is no trainer worker, or all of them are in use, for cluster.wait_s.
         ConfigError, NotFiniteError, RetrieverError: as `demonstrations_of` and `warm_start`.
     """
     store = ObjectStore(cluster.store)
     ensure_index(inputs, store)
-    workers = workers_with(cluster.client, TRAINER)
-    if not workers:
-        raise ClusterError("no trainer worker to warm-start on; start one with TRAINER=1")
-    questions: list[Question] = []
+    with _alone(cluster, store, prefix) as queue:
+        if queue is not None:
+            worker = _claimed(queue, inputs.config.cluster.wait_s)
+            _have_made(cluster, store, inputs, prefix, worker)
+
+
+@contextmanager
+def _alone(cluster: Attached, store: ObjectStore, prefix: str) -> Iterator[FlowQueue | None]:
+    """The right to make a policy, which one flow has at a time, and with it to claim a trainer;
+    None where another flow has made the policy meanwhile."""
+    queue, said, pause = None, False, threading.Event()
+    while queue is None:
+        try:
+            queue = FlowQueue(cluster.client, progress_name(prefix))
+        except RunClosed:
+            if not said:
+                cluster.log.info("another flow makes policy %s; waiting for it", prefix)
+            said = True
+            pause.wait(LOOK_AGAIN_S)
+    over = threading.Event()
+    lease = threading.Thread(target=keep_open, args=(queue, over), name="lease", daemon=True)
+    lease.start()
+    try:
+        yield None if is_made(store, prefix) else queue
+    finally:
+        over.set()
+        lease.join()
+        queue.close()
+
+
+def _claimed(queue: FlowQueue, wait_s: float) -> str:
+    """A trainer worker that no run's gang has."""
+    deadline, pause = time.monotonic() + wait_s, threading.Event()
+    while not (made := queue.claim_trainers(1)).workers:
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"no trainer worker to warm-start on: {made.why()}, after {wait_s:g} s "
+                "(cluster.wait_s); start one with --resources TRAINER=1"
+            )
+        pause.wait(LOOK_AGAIN_S)
+    return made.workers[0]
+
+
+def _have_made(
+    cluster: Attached, store: ObjectStore, inputs: Inputs, prefix: str, worker: str
+) -> None:
+    """Has the worker make the policy, and waits for it."""
     if inputs.trajectories:
         store.put(_beside(prefix, "trajectories.jsonl"), inputs.trajectories)
-    else:
-        settings = settings_of(inputs.config)
-        questions = chosen_questions(inputs.train, settings, inputs.config.seed)
-    order = Order(inputs.config, questions, inputs.index_key, str(cluster.cache_dir), prefix)
+    cache = str(cluster.cache_dir)
+    order = Order(inputs.config, _shown(inputs), inputs.index_key, cache, prefix)
 
     def show(event: tuple[Any, dict[str, Any]]) -> None:
         said = event[1]
@@ -92,7 +148,7 @@ def make_policy(cluster: Attached, inputs: Inputs, prefix: str) -> None:
     try:
         # A key of this flow's own: the work of one that was cancelled may just be stopping.
         key = f"warm-start-{prefix}{secrets.token_hex(4)}"
-        submit_to(cluster.client, workers[0], key, _make_here, order, cluster.store).result()
+        submit_to(cluster.client, worker, key, _make_here, order, cluster.store).result()
     finally:
         cluster.client.unsubscribe_topic(TOPIC)
 

@@ -192,7 +192,8 @@ class BatchUpdate:
             raise NotFiniteError(
                 f"step {self._step}, mini-batch {index} of {len(self.totals)}: loss not finite on "
                 f"ranks {bad}, gradient norm {norm} (seen by rank {self._rank}); this optimizer "
-                "step changed nothing; lower the learning rate or resume from a checkpoint"
+                "step changed nothing. Resumed, the run would do the same again: start a new one "
+                "with a lower training.learning_rate, from a version of this one if you like"
             )
         return torch.tensor(summed, dtype=torch.float64), total, norm
 

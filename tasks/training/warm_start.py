@@ -43,24 +43,27 @@ def settings_of(config: TrainConfig) -> WarmStartConfig:
     return config.model.warm_start
 
 
-def policy_key(config: TrainConfig, base: str, searched: str, trajectories: bytes = b"") -> str:
-    """Names a warm-started policy by everything that makes it what it is.
+def policy_key(config: TrainConfig, base: str, searched: str, shown: bytes) -> str:
+    """Names a warm-started policy by everything that makes it what it is: by contents, since a
+    file of the same name may hold something else today.
 
     Args:
-        searched: key of the index, or address of the retriever.
-        trajectories: the file of demonstrations; its content counts, not its name.
+        base: the model's name and its weights' digest. searched: key of the index, or address of
+            the retriever. shown: the questions demonstrated, or the file of demonstrations.
     """
     rollout = config.rollout
     settings = settings_of(config).model_dump(exclude={"trajectories"})
-    if trajectories:
-        settings["trajectories"] = blake3(trajectories).hexdigest()
     made_of = {
         "base": base,
         "warm_start": settings,
         "model": [config.model.instruction, config.model.chat, config.model.context],
-        "data": config.data.model_dump(),
+        "shown": blake3(shown).hexdigest(),
         "index": [searched, config.retrieval.top_k],
-        "rollout": [rollout.max_observation_tokens, rollout.max_search_turns],
+        "rollout": [
+            rollout.max_observation_tokens,
+            rollout.max_search_turns,
+            rollout.max_new_tokens,
+        ],
         "seed": config.seed,
     }
     return blake3(json.dumps(made_of, sort_keys=True).encode()).hexdigest(length=16)
@@ -88,9 +91,9 @@ def demonstrations_of(
     if not made:
         raise ConfigError(
             f"none of {settings.demonstrations} demonstrations fits model.context = "
-            f"{config.model.context} and rollout.max_search_turns = "
-            f"{config.rollout.max_search_turns}; raise them, or lower "
-            "rollout.max_observation_tokens"
+            f"{config.model.context}, rollout.max_search_turns = "
+            f"{config.rollout.max_search_turns} and rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens}; raise them, or lower rollout.max_observation_tokens"
         )
     return made
 
