@@ -64,6 +64,10 @@ class WorkerBusy(GangError):
     """A trainer worker is still at work for an earlier gang and does not stop."""
 
 
+class StageFailed(KindlingError, RuntimeError):
+    """A trainer rank raised the same error when its stage was tried again: it always would."""
+
+
 class RunClosed(KindlingError, RuntimeError):
     """The run was closed (finished, cancelled or its lease ran out): stop working for it."""
 

@@ -19,7 +19,7 @@ from infra.cluster import connect, start_scheduler, start_workers, wait_for_work
 from infra.processes import ProcessGroup
 from tasks.cluster import TRAINER, workers_with
 from tasks.config import TrainConfig
-from tasks.errors import ClusterError, GangError, StoreConflict, StoreError
+from tasks.errors import ClusterError, GangError, StageFailed, StoreConflict, StoreError
 from tasks.rollout.trajectory import GroupSummary, group_to_bytes
 from tasks.store import ObjectStore
 from tasks.training import silence
@@ -225,6 +225,37 @@ def test_a_store_that_is_away_while_the_gang_forms(
         assert trainers.publish(0).version == 0
     finally:
         trainers.close()
+
+
+def test_an_error_that_comes_again_ends_the_run(
+    client: Client,
+    config: TrainConfig,
+    object_store: ObjectStore,
+    batches: list[list[GroupSummary]],
+    undisturbed: Checkpoint,
+) -> None:
+    """A fault of the code or the data, not of a machine: no new gang gets past it."""
+
+    def arm() -> None:
+        wait_for_workers(client, 1, RANKS, 60)
+        client.run(faults.arm, "forward", 1, "raise", workers=workers_with(client, TRAINER))
+
+    trainers = _opened(client, config, object_store, "always")
+    try:
+        trainers.publish(0)
+        arm()
+        with pytest.raises(GangError, match="InjectedError: at forward; update-0 of epoch 1"):
+            trainers.update(0, batches[0])
+        assert trainers.publish(0).version == 0, "the gang forms anew meanwhile"
+        arm()
+        with pytest.raises(StageFailed, match=r"update-0 of epoch 2 .* as it was before; mend"):
+            trainers.update(0, batches[0])
+        trainers.update(0, batches[0])
+        trainers.publish(1)
+    finally:
+        trainers.close()
+    versions = _versions(object_store, "always")
+    assert versions[1] == _versions(object_store, "undisturbed")[1]
 
 
 def test_a_flow_that_was_thought_dead_can_do_nothing_to_its_successor(

@@ -12,13 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from distributed import Client, Future
 from distributed.scheduler import KilledWorker
 
 from tasks.cluster import TRAINER, Log, restart, submit_to, workers_with
-from tasks.errors import ClusterError, GangError, MismatchError, NotFiniteError, WorkerBusy
+from tasks.errors import (
+    ClusterError,
+    GangError,
+    MismatchError,
+    NotFiniteError,
+    StageFailed,
+    StoreError,
+    WorkerBusy,
+)
 from tasks.rollout.trajectory import GroupSummary
 from tasks.store import ObjectStore
 from tasks.training import checkpoint, member
@@ -87,6 +95,7 @@ class Trainers:
         self._coordinator = GangCoordinator(host)
         self._pause = threading.Event()
         self._calls = 0
+        self._raised: dict[str, str] = {}  # stage -> what a rank of its last, failed call raised
         self.base_loads = 0
 
     # ------------------------------------------------------------ the stages
@@ -257,6 +266,7 @@ class Trainers:
 
         Raises:
             GangError: a rank died, fell silent or raised; the epoch is over.
+            StageFailed: a rank raised what one of this stage's last call had raised.
             MismatchError, NotFiniteError: all ranks raised it.
         """
         epoch, members = self._gang.epoch, self._gang.members
@@ -285,6 +295,7 @@ class Trainers:
             rank = self._left.pop(future)
             if future.status != "finished":
                 self._failed(rank, future, stage, collective)
+        self._raised.pop(stage, None)
         return [future.result() for future in futures]
 
     def _place(self, _: int) -> tuple[str, str]:
@@ -313,18 +324,33 @@ class Trainers:
             self._break(gone[0], "died", stage, error)
         if (self._left and collective) or isinstance(error, WorkerBusy):
             restart(self._client, [self._gang.members[rank]])
-        died = isinstance(error, KilledWorker)
-        why = "died" if died else f"failed: {type(error).__name__}: {error}"
-        self._break(rank, why, stage, error)
+        if isinstance(error, KilledWorker):
+            self._break(rank, "died", stage, error)
+        why = f"failed: {type(error).__name__}: {error}"
+        again = self._raised.get(stage) == why
+        if not isinstance(error, GangError | StoreError):  # these may pass
+            self._raised[stage] = why
+        self._break(rank, why, stage, error, again)
 
-    def _break(self, rank: int, why: str, stage: str, error: BaseException | None) -> None:
+    def _break(
+        self,
+        rank: int,
+        why: str,
+        stage: str,
+        error: BaseException | None,
+        again: bool = False,
+    ) -> NoReturn:
+        """Ends the epoch and says why; `again`: for the same reason as the stage's last try."""
         worker = self._gang.members[rank]
         self._coordinator.end_epoch()
         self._gang = advance(self._gang, RankFailed(self._gang.epoch, rank, why))
-        raise GangError(
-            f"trainer rank {rank} on {worker} {why}; {stage} of epoch {self._gang.epoch} was "
-            "given up on all ranks"
-        ) from error
+        said = (
+            f"trainer rank {rank} on {worker} {why}; {stage} of epoch {self._gang.epoch} was given "
+            "up on all ranks"
+        )
+        if again:
+            raise StageFailed(f"{said}, as it was before; mend that and resume the run") from error
+        raise GangError(said) from error
 
     def _settle(self, deadline: float) -> dict[int, BaseException]:
         """Waits until the calls that are left have ended, up to the deadline; what they raised."""
