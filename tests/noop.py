@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -61,6 +62,7 @@ class Shape:
     tokens: of a whole trajectory, about. turns: the last one answers, the others search.
     slow: name of a worker whose steps take slow_s instead of pause_s.
     failing_searches: this many of a worker's requests to the retriever fail, then no more.
+    join_s, apply_s: how long a loop takes to be ready, and a version to be applied.
     """
 
     tokens: int = 2000
@@ -70,6 +72,8 @@ class Shape:
     slow: str = ""
     slow_s: float = 0.0
     failing_searches: int = 0
+    join_s: float = 0.0
+    apply_s: float = 0.0
 
 
 class NoopEngine:
@@ -116,13 +120,17 @@ class NoopWeights:
 
     anchor_loads = 0
 
-    def __init__(self) -> None:
+    def __init__(self, apply_s: float = 0.0) -> None:
         self._held: tuple[str, int] | None = None
+        self._apply_s = apply_s
 
     def holds(self, run: str, version: int) -> bool:
         return self._held == (run, version)
 
     def apply(self, run: str, version: int) -> Applied:
+        if self._apply_s:
+            with _at("applying"):
+                threading.Event().wait(self._apply_s)
         self._held = (run, version)
         return Applied(run, version, "delta", 0, 0.0, 0.0)
 
@@ -231,11 +239,29 @@ class _Serving:
 
     tokenizer: Any = None
     loops: int = 0
+    places: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 def _state() -> _Serving:
     return warm("noop", _Serving)
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Says where a loop of this worker is, for `is_at`."""
+    places = _state().places
+    places[place] += 1
+    try:
+        yield
+    finally:
+        places[place] -= 1
+
+
+def is_at(place: str, dask_worker: Any = None) -> bool:
+    """Whether a loop here is joining or applying a version; for `Client.run`."""
+    state = vars(dask_worker).get("kindling", {}).get("noop")
+    return bool(state and state.places[place])
 
 
 def loops_here(dask_worker: Any = None) -> int:
@@ -251,6 +277,9 @@ def serve(spec: RolloutSpec, shape: Shape = Shape()) -> None:
         if state.tokenizer is None:
             model = spec.config.model
             state.tokenizer = load_tokenizer(Path(model.path), model.chat)
+    if shape.join_s:
+        with _at("joining"):
+            threading.Event().wait(shape.join_s)
     config = spec.config
     units = WorkerQueue(worker, spec.run, spec.token)
     retriever = NoopRetriever(shape.failing_searches)
@@ -270,7 +299,9 @@ def serve(spec: RolloutSpec, shape: Shape = Shape()) -> None:
     with state.lock:
         state.loops += 1
     try:
-        resident = Resident(worker, units, agent, NoopWeights(), cast("ObjectStore", store), spec)
+        resident = Resident(
+            worker, units, agent, NoopWeights(shape.apply_s), cast("ObjectStore", store), spec
+        )
         try:
             resident.run()
         finally:

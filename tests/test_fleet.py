@@ -244,6 +244,32 @@ def test_a_killed_workers_units_are_done_elsewhere_and_its_successor_serves(
         assert _eventually(all_serve, 30)
 
 
+@pytest.mark.parametrize("place", ["joining", "applying"])
+def test_a_worker_that_dies_before_it_samples_holds_nothing_up(
+    client: Client, config: TrainConfig, object_store: ObjectStore, place: str
+) -> None:
+    assert _eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
+    slow = noop.Shape(tokens=60, **{"join_s" if place == "joining" else "apply_s": 2.0})
+    with _fleet(client, config, object_store.location, f"dies-{place}", slow) as fleet:
+        units = _units(0, 12, version=0)
+        fleet.offer(units)
+        thread, groups, errors = _collect_in_thread(fleet, units)
+
+        def there() -> list[str]:
+            at = cast("dict[str, bool]", client.run(noop.is_at, place))
+            return [worker for worker, yes in at.items() if yes]
+
+        assert _eventually(lambda: bool(there()), START_S)
+        victim = there()[0]
+        os.kill(_pids(client, [victim])[0], signal.SIGKILL)
+        thread.join(60)
+        assert not thread.is_alive()
+        assert not errors
+        assert [g.unit_id for g in groups] == _ids(units)
+        assert victim not in {g.worker for g in groups}
+    assert _eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
+
+
 def test_trainer_workers_belong_to_one_open_run(client: Client) -> None:
     (trainer,) = workers_with(client, TRAINER)
     with closing(FlowQueue(client, "first")) as first:
