@@ -28,7 +28,6 @@ from tenacity import RetryCallState
 from tasks.errors import StoreConflict, StoreError
 from tasks.store_client import connect, region
 from tasks.store_errors import (
-    ATTEMPTS,
     MISSING_CODES,
     ObjectMissing,
     with_retries,
@@ -281,7 +280,7 @@ class ObjectStore:
         what: str,
         attempt: Callable[[s3fs.S3FileSystem], Awaitable[T]],
         budget_s: float | None = None,
-        attempts: int = ATTEMPTS,
+        attempts: int | None = None,
         on_retry: Callable[[RetryCallState], None] | None = None,
     ) -> T:
         """Run `attempt` with retries in s3fs' loop; with a budget at most that long in all

@@ -39,8 +39,8 @@ RANGE_CODES = {"InvalidRange", "416"}
 BUSY_CODES = {"409", "ConditionalRequestConflict", "OperationAborted", "SlowDown", "RequestTimeout"}
 
 T = TypeVar("T")
-ATTEMPTS = 4
-RETRY_FOR_S = 30.0
+RETRY_FOR_S = 45.0
+"""A store that is started again within half a minute costs a run nothing but that time."""
 REQUEST_ERRORS = (boto.BotoCoreError, aiohttp.ClientError, OSError)
 
 
@@ -92,7 +92,7 @@ async def with_retries(
     attempt: Callable[[], Awaitable[T]],
     where: tuple[str, str],
     what: str,
-    attempts: int = ATTEMPTS,
+    attempts: int | None = None,
     on_retry: Callable[[RetryCallState], None] | None = None,
 ) -> T:
     """The result of `attempt`, repeated after transient errors, others translated.
@@ -100,6 +100,7 @@ async def with_retries(
     Args:
         where: endpoint and bucket, for messages.
         what: what is being done ("read KEY"), for messages.
+        attempts: at most so many; None: as many as RETRY_FOR_S has room for.
         on_retry: called before each repetition.
 
     Raises:
@@ -114,9 +115,10 @@ async def with_retries(
         except REQUEST_ERRORS as error:
             raise translate(error, *where, what) from error
 
+    stop = stop_after_delay(RETRY_FOR_S)
     retrying = AsyncRetrying(
         retry=retry_if_exception_type(Transient),
-        stop=stop_after_attempt(attempts) | stop_after_delay(RETRY_FOR_S),
+        stop=stop if attempts is None else stop | stop_after_attempt(attempts),
         wait=wait_random_exponential(multiplier=0.2, max=5),
         before_sleep=on_retry,
         reraise=True,
@@ -124,7 +126,7 @@ async def with_retries(
     try:
         return await retrying(translated)
     except Transient as error:
-        tried = retrying.statistics.get("attempt_number", attempts)
+        tried = retrying.statistics["attempt_number"]
         raise StoreError(
             f"object store {where[0]} failed {tried} times to {what}: {error}; expected an S3 "
             "endpoint there; start it, or correct the address"

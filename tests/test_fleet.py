@@ -38,6 +38,7 @@ from tasks.rollout.worker import RolloutSpec
 from tasks.store import ObjectStore, StoreLocation
 from tasks.training.tiny_policy import build_tokenizer
 from tests import noop
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
 WORKERS = 2
@@ -124,15 +125,6 @@ def _loops(client: Client) -> int:
     return sum(cast("dict[str, int]", client.run(noop.loops_here)).values())
 
 
-def _eventually(check: Callable[[], bool], within_s: float) -> bool:
-    deadline, pause = time.monotonic() + within_s, threading.Event()
-    while not check():
-        if time.monotonic() > deadline:
-            return False
-        pause.wait(0.1)
-    return True
-
-
 def _collect_in_thread(fleet: Fleet, units: list[Unit]) -> tuple[threading.Thread, list, list]:
     groups: list[GroupSummary] = []
     errors: list[BaseException] = []
@@ -176,7 +168,7 @@ def test_all_units_of_several_steps_come_back_once(
     counts: list[int] = []
     with _fleet(client, config, object_store.location, "steps") as fleet:
         # A quick worker may do all units before a slow one has said that it is ready.
-        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
+        assert eventually(lambda: _loops(client) == WORKERS, START_S)
         for step in range(3):
             units = _units(step, 12, version=step)
             fleet.offer(units)
@@ -195,7 +187,7 @@ def test_all_units_of_several_steps_come_back_once(
         assert counts[0] == 0
         assert counts[-1] == 12
         assert _loops(client) == WORKERS, "one a rollout worker, none on the trainer's"
-    assert _eventually(lambda: _loops(client) == 0, END_S)
+    assert eventually(lambda: _loops(client) == 0, END_S)
 
 
 def test_work_is_shared_between_the_workers(
@@ -203,7 +195,7 @@ def test_work_is_shared_between_the_workers(
 ) -> None:
     slow = noop.Shape(tokens=60, pause_s=0.05)
     with _fleet(client, config, object_store.location, "shared", slow) as fleet:
-        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
+        assert eventually(lambda: _loops(client) == WORKERS, START_S)
         units = _units(0, 24, version=0)
         fleet.offer(units)
         workers = [group.worker for group in fleet.collect(_ids(units))]
@@ -217,7 +209,7 @@ def test_a_killed_workers_units_are_done_elsewhere_and_its_successor_serves(
 ) -> None:
     slow = noop.Shape(tokens=60, pause_s=0.3)
     with _fleet(client, config, object_store.location, "killed", slow) as fleet:
-        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
+        assert eventually(lambda: _loops(client) == WORKERS, START_S)
         units = _units(0, 18, version=0)
         fleet.offer(units)
         thread, groups, errors = _collect_in_thread(fleet, units)
@@ -228,7 +220,7 @@ def test_a_killed_workers_units_are_done_elsewhere_and_its_successor_serves(
         assert not errors
         assert [g.unit_id for g in groups] == _ids(units)
         assert {g.worker for g in groups} - {victim}
-        assert _eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 20)
+        assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 20)
         served = set(workers_with(client, ROLLOUT))
         assert victim not in served
         steps = itertools.count(1)
@@ -241,15 +233,16 @@ def test_a_killed_workers_units_are_done_elsewhere_and_its_successor_serves(
             workers.update(group.worker for group in fleet.collect(_ids(units)))
             return workers == served
 
-        assert _eventually(all_serve, 30)
+        assert eventually(all_serve, 30)
 
 
 @pytest.mark.parametrize("place", ["joining", "applying"])
 def test_a_worker_that_dies_before_it_samples_holds_nothing_up(
     client: Client, config: TrainConfig, object_store: ObjectStore, place: str
 ) -> None:
-    assert _eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
-    slow = noop.Shape(tokens=60, **{"join_s" if place == "joining" else "apply_s": 2.0})
+    assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
+    joins, applies = noop.Shape(tokens=60, join_s=2.0), noop.Shape(tokens=60, apply_s=2.0)
+    slow = joins if place == "joining" else applies
     with _fleet(client, config, object_store.location, f"dies-{place}", slow) as fleet:
         units = _units(0, 12, version=0)
         fleet.offer(units)
@@ -259,7 +252,7 @@ def test_a_worker_that_dies_before_it_samples_holds_nothing_up(
             at = cast("dict[str, bool]", client.run(noop.is_at, place))
             return [worker for worker, yes in at.items() if yes]
 
-        assert _eventually(lambda: bool(there()), START_S)
+        assert eventually(lambda: bool(there()), START_S)
         victim = there()[0]
         os.kill(_pids(client, [victim])[0], signal.SIGKILL)
         thread.join(60)
@@ -267,7 +260,7 @@ def test_a_worker_that_dies_before_it_samples_holds_nothing_up(
         assert not errors
         assert [g.unit_id for g in groups] == _ids(units)
         assert victim not in {g.worker for g in groups}
-    assert _eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
+    assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
 
 
 def test_trainer_workers_belong_to_one_open_run(client: Client) -> None:
@@ -314,7 +307,7 @@ def test_a_straggler_does_not_hold_up_a_step_and_every_group_counts_once(
     slow = next(iter(names_of(client, ROLLOUT).values()))
     shape = noop.Shape(tokens=60, pause_s=0.05, slow=slow, slow_s=8.0)
     with _fleet(client, config, object_store.location, "straggler", shape) as fleet:
-        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
+        assert eventually(lambda: _loops(client) == WORKERS, START_S)
         units = _units(0, 12, version=0)
         began = time.monotonic()
         fleet.offer(units)
@@ -338,7 +331,7 @@ def test_a_frozen_workers_units_are_done_elsewhere(
     try:
         shape = noop.Shape(tokens=60, pause_s=0.2)
         with _fleet(client, config, object_store.location, "frozen", shape) as fleet:
-            assert _eventually(lambda: _loops(client) == WORKERS, START_S)
+            assert eventually(lambda: _loops(client) == WORKERS, START_S)
             units = _units(0, 18, version=0)
             fleet.offer(units)
             thread, groups, errors = _collect_in_thread(fleet, units)
@@ -375,7 +368,7 @@ def test_a_run_grows_while_work_waits_and_shrinks_when_it_is_done(
     shape = noop.Shape(tokens=60, pause_s=0.4)
     try:
         with _fleet(client, grows, object_store.location, "grows", shape, pool) as fleet:
-            assert _eventually(lambda: _loops(client) == WORKERS, START_S)
+            assert eventually(lambda: _loops(client) == WORKERS, START_S)
             steps = itertools.count()
 
             def others_serve() -> bool:
@@ -386,9 +379,9 @@ def test_a_run_grows_while_work_waits_and_shrinks_when_it_is_done(
                 assert [g.unit_id for g in groups] == _ids(units)
                 return not {g.worker for g in groups} <= standing
 
-            assert _eventually(others_serve, START_S)
-            assert _eventually(lambda: set(workers_with(client, ROLLOUT)) == standing, 40)
-            assert _eventually(lambda: not pool.names(), 20), "their processes are gone"
+            assert eventually(others_serve, START_S)
+            assert eventually(lambda: set(workers_with(client, ROLLOUT)) == standing, 40)
+            assert eventually(lambda: not pool.names(), 20), "their processes are gone"
             again = _units(next(steps), 6, version=0)
             fleet.offer(again)
             assert {g.worker for g in fleet.collect(_ids(again))} <= standing
@@ -405,14 +398,14 @@ def test_closing_and_a_lease_that_runs_out_free_the_workers(
     busy = noop.Shape(tokens=60, turns=4, pause_s=0.5)
     with _fleet(client, config, object_store.location, "closed-busy", busy) as fleet:
         fleet.offer(_units(0, 60, version=0))
-        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
-    assert _eventually(lambda: _loops(client) == 0, END_S), "also with work left"
+        assert eventually(lambda: _loops(client) == WORKERS, START_S)
+    assert eventually(lambda: _loops(client) == 0, END_S), "also with work left"
     monkeypatch.setattr(fleet_module, "RENEW_S", 3600.0)
     before = client.run_on_scheduler(noop.set_lease, 2.0)
     try:
         with _fleet(client, config, object_store.location, "no-lease") as fleet:
-            assert _eventually(lambda: _loops(client) == WORKERS, START_S)
-            assert _eventually(lambda: _loops(client) == 0, END_S)
+            assert eventually(lambda: _loops(client) == WORKERS, START_S)
+            assert eventually(lambda: _loops(client) == 0, END_S)
             with pytest.raises(RunClosed, match="'no-lease' is closed"):
                 fleet.collect(["train-0-0"])
     finally:
@@ -455,11 +448,11 @@ def test_a_killed_flow_frees_the_workers(
     try:
         assert flow.stdout is not None
         assert flow.stdout.readline() == b"open\n"
-        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
+        assert eventually(lambda: _loops(client) == WORKERS, START_S)
     finally:
         flow.kill()
         flow.wait()
-    assert _eventually(lambda: _loops(client) == 0, END_S)
+    assert eventually(lambda: _loops(client) == 0, END_S)
     with _fleet(client, config, location, "orphan"):
         pass  # the name is free again
 
@@ -630,10 +623,10 @@ def test_a_worker_that_died_while_it_waited_takes_no_unit_with_it(
 ) -> None:
     """Its question to the queue may still be open when units arrive."""
     with _fleet(client, config, object_store.location, "died-idle") as fleet:
-        assert _eventually(lambda: _loops(client) == WORKERS, START_S)
+        assert eventually(lambda: _loops(client) == WORKERS, START_S)
         victim = workers_with(client, ROLLOUT)[0]
         os.kill(_pids(client, [victim])[0], signal.SIGKILL)
-        assert _eventually(lambda: victim not in workers_with(client, ROLLOUT), 5)
+        assert eventually(lambda: victim not in workers_with(client, ROLLOUT), 5)
         units = _units(0, 12, version=0)
         fleet.offer(units)
         thread, groups, errors = _collect_in_thread(fleet, units)
@@ -658,4 +651,4 @@ def test_a_retriever_that_is_down_for_a_while_and_for_good(
         message = r"unit train-0-\d failed on every try: tcp://.*: retriever no-op, told to fail"
         with pytest.raises(UnitFailed, match=message):
             fleet.collect(_ids(units))
-    assert _eventually(lambda: _loops(client) == 0, END_S), "the workers are free again"
+    assert eventually(lambda: _loops(client) == 0, END_S), "the workers are free again"

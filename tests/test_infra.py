@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +41,11 @@ from tasks.cluster import workers_of
 from tasks.errors import ClusterError, ConfigError, ServiceError
 from tasks.presets import resolve
 from tasks.store import ObjectStore
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(240)
 
 STUBBORN = "trap '' TERM; setsid sleep 300 & sleep 300 & wait; wait; sleep 300"
-
-
-def _eventually(check: Callable[[], bool], within_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + within_s
-    pause = threading.Event()
-    while not check():
-        if time.monotonic() > deadline:
-            return False
-        pause.wait(0.05)
-    return True
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +58,7 @@ class TestProcessGroup:
         with ProcessGroup(tmp_path) as group:
             group.start("stubborn", ["bash", "-c", STUBBORN])
             token = group.token
-            assert _eventually(lambda: len(group_members(token)) == 3)
+            assert eventually(lambda: len(group_members(token)) == 3)
             group.stop(grace_s=0.2)
             assert group_members(token) == []
 
@@ -83,10 +73,10 @@ class TestProcessGroup:
         with _python(script, str(tmp_path), STUBBORN) as launcher:
             assert launcher.stdout is not None
             token = launcher.stdout.readline().strip()
-            assert _eventually(lambda: len(group_members(token)) == 3)
+            assert eventually(lambda: len(group_members(token)) == 3)
             launcher.kill()
             launcher.wait()
-        assert _eventually(lambda: group_members(token) == [])
+        assert eventually(lambda: group_members(token) == [])
 
     def test_a_dead_child_is_reported_with_its_log(self, tmp_path: Path) -> None:
         with ProcessGroup(tmp_path) as group:
@@ -121,7 +111,7 @@ class TestProcessGroup:
         monkeypatch.setenv("REMOVED", "1")
         with ProcessGroup(tmp_path) as group:
             group.start("env", ["env"], env={"ADDED": "2", "REMOVED": None})
-            assert _eventually(lambda: "ADDED=2" in (tmp_path / "env.log").read_text())
+            assert eventually(lambda: "ADDED=2" in (tmp_path / "env.log").read_text())
             assert "REMOVED" not in (tmp_path / "env.log").read_text()
 
     def test_free_ports_are_distinct(self) -> None:
@@ -350,7 +340,7 @@ class TestUpStatusDown:
         assert record is not None
         prefect = next(child for child in record.children if child.name == "prefect")
         os.kill(prefect.pid, signal.SIGKILL)
-        assert _eventually(lambda: not is_alive(prefect.pid, prefect.created))
+        assert eventually(lambda: not is_alive(prefect.pid, prefect.created))
         result = _local(standing, "status")
         assert result.returncode == 1
         assert "dead" in result.stdout
@@ -405,7 +395,7 @@ class TestEmbedded:
                 pass
             launcher.kill()
             launcher.wait()
-        assert _eventually(lambda: not any(_running(process) for process in started))
+        assert eventually(lambda: not any(_running(process) for process in started))
         config = resolve("tiny", {"cluster": {"trainer_ranks": 1, "spare_trainers": 1}})
         with services(config, tmp_path) as found:
             assert found.embedded

@@ -38,6 +38,7 @@ from tasks.training.tiny_policy import build_tokenizer
 from tests import kubernetes_stand_in as kubernetes
 from tests import noop
 from tests import slurm_stand_in as slurm
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 LOG = logging.getLogger("tests.launchers")
@@ -165,13 +166,13 @@ def test_a_run_takes_its_workers_from_the_launcher_and_gives_them_back(
         with growth(config.cluster, scheduler, tmp_path) as pool:
             assert pool is not None
             _grow_and_shrink(client, config, object_store, pool)
-            assert _eventually(lambda: len(launcher.living()) == 2, 20)
+            assert eventually(lambda: len(launcher.living()) == 2, 20)
             pool.start(1)
             assert len(pool.names()) == 1
-        assert _eventually(lambda: len(launcher.living()) == 2, 20), "also one that never joined"
+        assert eventually(lambda: len(launcher.living()) == 2, 20), "also one that never joined"
         assert workers_present(client) == {ROLLOUT: 1, TRAINER: 1}
-    assert _eventually(lambda: not launcher.living(), 20)
-    assert _eventually(lambda: workers_present(client) == {ROLLOUT: 0, TRAINER: 0}, 20)
+    assert eventually(lambda: not launcher.living(), 20)
+    assert eventually(lambda: workers_present(client) == {ROLLOUT: 0, TRAINER: 0}, 20)
 
 
 def _grow_and_shrink(
@@ -191,25 +192,15 @@ def _grow_and_shrink(
             groups = fleet.collect([unit.unit_id for unit in units])
             return len({group.worker for group in groups}) == 2
 
-        assert _eventually(two_serve, START_S)
-        assert _eventually(lambda: not pool.names(), 60), "an idle one is given back"
-        assert _eventually(lambda: workers_present(client)[ROLLOUT] == 1, 20)
+        assert eventually(two_serve, START_S)
+        assert eventually(lambda: not pool.names(), 60), "an idle one is given back"
+        assert eventually(lambda: workers_present(client)[ROLLOUT] == 1, 20)
     finally:
         fleet.close()
 
 
 def _unit(unit_id: str) -> Unit:
     return Unit(unit_id, "q", "Who is she?", ("gold",), 0, 0, 4, Sampling(1.0, 1.0))
-
-
-def _eventually(check: Callable[[], bool], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    pause = threading.Event()
-    while not check():
-        if time.monotonic() > deadline:
-            return False
-        pause.wait(0.1)
-    return True
 
 
 def test_what_slurm_is_asked_for(slurm_here: Path, tmp_path: Path) -> None:
@@ -251,7 +242,7 @@ def test_what_slurm_is_asked_for(slurm_here: Path, tmp_path: Path) -> None:
         assert part in command
     assert not any("AWS" in line for line in script), "a script is no place for credentials"
     pool.close()
-    assert _eventually(lambda: not slurm.jobs(slurm_here), 20)
+    assert eventually(lambda: not slurm.jobs(slurm_here), 20)
 
 
 def _slurm_pool(tmp_path: Path, **changes: str) -> SlurmPool:
@@ -314,8 +305,8 @@ def test_a_worker_that_nobody_gives_work_ends(
     cluster = _cluster(scheduler=scheduler)
     pool = SlurmPool(scheduler, cluster, SLURM, ROLLOUT, tmp_path / "logs")
     pool.start(1)
-    assert _eventually(lambda: workers_present(client)[ROLLOUT] == 1, START_S)
+    assert eventually(lambda: workers_present(client)[ROLLOUT] == 1, START_S)
     busy = client.submit(time.sleep, 6, resources={ROLLOUT: 1}, pure=False)
     busy.result(timeout=60)  # longer than it waits, and it was there to the end
-    assert _eventually(lambda: not pool.names(), 30), "nobody cancelled the job"
+    assert eventually(lambda: not pool.names(), 30), "nobody cancelled the job"
     assert workers_present(client)[ROLLOUT] == 0

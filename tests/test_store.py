@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from infra.object_store import ensure_credentials, read_credentials, start_store
 from infra.processes import ProcessGroup, environment, free_ports
-from tasks import store_parts
+from tasks import store_errors, store_parts
 from tasks.errors import IntegrityError, ServiceError, StoreConflict, StoreError
 from tasks.store import ObjectStore, StoreLocation, object_key
 from tasks.store_errors import ObjectMissing
@@ -346,7 +346,8 @@ class TestEmbeddedServer:
             gc.enable()
         assert kept == []
 
-    def test_lost_server(self, tmp_path: Path) -> None:
+    def test_lost_server(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(store_errors, "RETRY_FOR_S", 2.0)
         with _store_on(tmp_path) as store:
             store.put("x", b"1")
         started = time.monotonic()
