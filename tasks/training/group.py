@@ -15,6 +15,9 @@ from tasks.errors import GangError
 _EPOCH = "epoch"
 _NONE = 0
 _POLL_S = 0.05
+CONNECT_S = 30.0
+"""Seconds the ranks have to connect once all are there: gloo was seen to hang in it. It takes less
+than one; then the epoch is given up, and the next one connects."""
 _CPU, _CUDA = "gloo", "cpu:gloo,cuda:nccl"
 
 
@@ -96,7 +99,8 @@ def join(
 
     Args:
         address, port: of the `GangCoordinator`.
-        timeout_s: how long to wait for the coordinator and for the other ranks.
+        timeout_s: how long to wait for the coordinator and for the other ranks to come; to connect
+            they then have CONNECT_S.
         cuda: NCCL for GPU tensors beside gloo for CPU tensors.
         collective_timeout_s: how long one collective may take later, the slowest rank included.
 
@@ -117,7 +121,7 @@ def join(
             store=dist.PrefixStore(f"epoch-{epoch}", store),
             rank=rank,
             world_size=world,
-            timeout=limit,
+            timeout=min(limit, timedelta(seconds=CONNECT_S)),
         )
         # Every rank has connected to every other once this returns; only then is there a gang.
         dist.barrier()

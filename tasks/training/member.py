@@ -35,8 +35,10 @@ from tasks.weights.parts import DeviceShard, LocalShard, PreparedPart
 from tasks.weights.publisher import RankPublisher, survey
 
 T = TypeVar("T")
-LET_GO_S = 60.0
-"""Seconds a worker has to end what it does for an earlier gang."""
+LET_GO_S = 15.0
+"""Seconds a worker has to end what it does for an earlier gang. Nobody wants that any more, and a
+rank that waits in a collective for a peer that has left would never end it: its process is started
+again, which takes less than a minute's patience did."""
 
 
 @dataclass(frozen=True, slots=True)
