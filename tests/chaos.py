@@ -7,6 +7,11 @@ rollout worker, a trainer rank or the flow itself is killed (SIGKILL), or a trai
 (SIGSTOP), at random moments. A killed flow is resumed by the command a user would give. Afterwards
 the same run is made undisturbed, and compared: checkpoint, every version's tensors, the groups
 accepted. Also that `verify` finds no fault, and that no process is left.
+
+Measured on 2 cores of an AMD EPYC (2026-11-30), 50 deaths with seed 0: 16 rollout workers, 14 ranks
+killed and 13 frozen, 7 flows. The same bits; the run stood still for 4.5 s in the median, frozen
+ranks for 31 s (20 s of them until they count as silent), and once for 97 s, of which 60 s went to a
+worker that an earlier gang still held (`member.LET_GO_S`, 15 s since then).
 """
 
 from __future__ import annotations
