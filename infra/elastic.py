@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from infra.cluster import connect, gpus_of, start_worker, workers_present
+from infra.leave import IDLE_S
 from infra.processes import ProcessGroup, is_alive
 from tasks.cluster import ROLLOUT, TRAINER, WorkerPool
 from tasks.config_cluster import ClusterConfig
+from tasks.errors import ClusterError
+
+logger = logging.getLogger(__name__)
 
 
 class LocalPool:
@@ -66,11 +71,8 @@ def growth(cluster: ClusterConfig, scheduler: str, home: Path) -> Iterator[Worke
     if not cluster.grows:
         yield None
         return
-    pool = _launcher(cluster, ROLLOUT, home) or LocalPool(scheduler, cluster, home)
-    try:
+    with _closing(_launcher(cluster, ROLLOUT, home) or LocalPool(scheduler, cluster, home)) as pool:
         yield pool
-    finally:
-        pool.close()
 
 
 @contextmanager
@@ -82,17 +84,29 @@ def base_workers(cluster: ClusterConfig, home: Path) -> Iterator[None]:
         ClusterError: the scheduler does not answer, or whoever was asked refused.
     """
     wanted = {ROLLOUT: cluster.rollout_workers, TRAINER: cluster.trainers}
-    pools = {kind: pool for kind in wanted if (pool := _launcher(cluster, kind, home)) is not None}
-    try:
-        if pools and cluster.scheduler is not None:
+    with ExitStack() as pools:
+        for kind, count in wanted.items():
+            pool = _launcher(cluster, kind, home)
+            if pool is None or cluster.scheduler is None:
+                continue
+            pools.enter_context(_closing(pool))
             with connect(cluster.scheduler, cluster.wait_s) as client:
-                present = workers_present(client)
-            for kind, pool in pools.items():
-                pool.start(max(0, wanted[kind] - present[kind]))
+                pool.start(max(0, count - workers_present(client)[kind]))
         yield
+
+
+@contextmanager
+def _closing(pool: WorkerPool) -> Iterator[WorkerPool]:
+    """Closes a pool at the end. That it cannot be is no failure of the run, which is done."""
+    try:
+        yield pool
     finally:
-        for pool in pools.values():
+        try:
             pool.close()
+        except ClusterError as error:
+            logger.warning(
+                "%s; workers that stay end by themselves, without work for %g s", error, IDLE_S
+            )
 
 
 def _launcher(cluster: ClusterConfig, resource: str, home: Path) -> WorkerPool | None:

@@ -84,14 +84,18 @@ class SlurmPool:
             self._cancel([self._jobs.pop(name)])
 
     def close(self) -> None:
-        """Cancels all that are left."""
-        jobs = [self._jobs[name] for name in self.names()]
+        """Cancels all that are left.
+
+        Raises:
+            ClusterError: scancel fails.
+        """
+        jobs = list(self._jobs.values())
         self._jobs.clear()
         self._cancel(jobs)
 
     def _cancel(self, jobs: list[str]) -> None:
         if jobs:
-            _call(["scancel", "--quiet", *jobs])
+            _call(["scancel", "--quiet", *jobs])  # quiet: some may have ended
 
     def _job(self, name: str) -> SLURMJob:
         slurm = self._slurm

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 import uvicorn
 from distributed import Client
@@ -79,9 +79,8 @@ def slurm_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.setenv("PATH", f"{slurm.install(tmp_path)}:{os.environ['PATH']}")
     monkeypatch.chdir(ROOT)  # the jobs' working directory: they import the tests' no-op engine
     yield jobs
-    _, alive = psutil.wait_procs(list(slurm.jobs(jobs).values()), timeout=0)
-    for process in alive:
-        process.kill()
+    for process in slurm.jobs(jobs).values():
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +261,24 @@ def test_a_machine_without_slurm_is_told_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ClusterError, match="there is no sbatch here"):
         _slurm_pool(tmp_path).start(1)
+
+
+def test_a_pool_that_cannot_be_closed_is_no_failure_of_the_run(
+    slurm_here: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = _cluster(
+        scheduler="tcp://127.0.0.1:1",
+        store_endpoint="http://127.0.0.1:1",
+        rollout_workers_most=2,
+        slurm=SLURM,
+    )
+    scancel = slurm_here.parent / "bin" / "scancel"
+    with growth(cluster, "tcp://127.0.0.1:1", tmp_path) as pool:
+        assert pool is not None
+        pool.start(1)
+        scancel.write_text("#!/bin/sh\necho controller is away >&2\nexit 1\n")
+    assert "controller is away" in caplog.text
+    assert "end by themselves" in caplog.text
 
 
 def test_what_kubernetes_refuses_is_said(
