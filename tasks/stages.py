@@ -18,7 +18,7 @@ from prefect.states import State
 
 from tasks import artifacts
 from tasks.cluster import Attached
-from tasks.errors import GangError, MismatchError, StoreConflict, StoreError, UnitFailed
+from tasks.errors import GangError, MismatchError, UnitFailed
 from tasks.evaluation.held_out import evaluate_version
 from tasks.inputs import Inputs
 from tasks.metrics import BatchStats, Evaluation, StepRecord, batch_stats
@@ -26,7 +26,7 @@ from tasks.rollout.batches import refill_available, refill_units, train_units
 from tasks.rollout.refill import Refill, is_uniform
 from tasks.rollout.trajectory import GroupSummary
 from tasks.run import Run, recorded
-from tasks.store import ObjectMissing, ObjectStore
+from tasks.store import ObjectStore
 from tasks.training import stored_policy
 from tasks.weights.commit import Published
 
@@ -78,11 +78,8 @@ class Released:
 
 
 def _gang_broke(task: Any, task_run: Any, state: State[Any]) -> bool:
-    """Whether a stage failed because a trainer rank did, or the store was away for a moment while
-    the gang formed: it is tried again, with a new gang where that broke."""
-    error = state.result(raise_on_failure=False)
-    away = isinstance(error, StoreError) and not isinstance(error, StoreConflict | ObjectMissing)
-    return isinstance(error, GangError) or away
+    """Whether a stage failed because a trainer rank did: it is tried again, with a new gang."""
+    return isinstance(state.result(raise_on_failure=False), GangError)
 
 
 gang_task = task(

@@ -39,8 +39,9 @@ RANGE_CODES = {"InvalidRange", "416"}
 BUSY_CODES = {"409", "ConditionalRequestConflict", "OperationAborted", "SlowDown", "RequestTimeout"}
 
 T = TypeVar("T")
-RETRY_FOR_S = 45.0
-"""A store that is started again within half a minute costs a run nothing but that time."""
+RETRY_FOR_S = 25.0
+"""A store that is started again within 20 s costs a run nothing but that time; one that is not ends
+it within a minute, which takes two such waits: a trainer rank's, and the flow's own."""
 REQUEST_ERRORS = (boto.BotoCoreError, aiohttp.ClientError, OSError)
 
 
