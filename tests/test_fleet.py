@@ -241,20 +241,26 @@ def test_a_worker_that_dies_before_it_samples_holds_nothing_up(
     client: Client, config: TrainConfig, object_store: ObjectStore, place: str
 ) -> None:
     assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
-    joins, applies = noop.Shape(tokens=60, join_s=2.0), noop.Shape(tokens=60, apply_s=2.0)
+    workers = workers_with(client, ROLLOUT)
+    # Long enough for a question to a worker that is importing torch.
+    joins, applies = noop.Shape(tokens=60, join_s=12.0), noop.Shape(tokens=60, apply_s=12.0)
     slow = joins if place == "joining" else applies
     with _fleet(client, config, object_store.location, f"dies-{place}", slow) as fleet:
         units = _units(0, 12, version=0)
         fleet.offer(units)
         thread, groups, errors = _collect_in_thread(fleet, units)
 
-        def there() -> list[str]:
-            at = cast("dict[str, bool]", client.run(noop.is_at, place))
-            return [worker for worker, yes in at.items() if yes]
+        pids = cast("dict[str, int]", client.run(os.getpid, workers=workers))
+        victims: list[str] = []
 
-        assert eventually(lambda: bool(there()), START_S)
-        victim = there()[0]
-        os.kill(_pids(client, [victim])[0], signal.SIGKILL)
+        def one_is_there() -> bool:
+            at = cast("dict[str, bool]", client.run(noop.is_at, place, workers=workers))
+            victims.extend(worker for worker, yes in at.items() if yes)
+            return bool(victims)
+
+        assert eventually(one_is_there, START_S)
+        victim = victims[0]
+        os.kill(pids[victim], signal.SIGKILL)
         thread.join(60)
         assert not thread.is_alive()
         assert not errors
