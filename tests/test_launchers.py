@@ -58,6 +58,12 @@ def _cluster(**fields: object) -> ClusterConfig:
     return ClusterConfig.model_validate(fields)
 
 
+def _growing(**launcher: object) -> ClusterConfig:
+    """Of a run that may grow, at addresses where nobody answers."""
+    nowhere = {"scheduler": "tcp://127.0.0.1:1", "store_endpoint": "http://127.0.0.1:1"}
+    return _cluster(rollout_workers_most=2, **nowhere, **launcher)
+
+
 @dataclass(frozen=True)
 class Launcher:
     """
@@ -266,12 +272,7 @@ def test_a_machine_without_slurm_is_told_so(
 def test_a_pool_that_cannot_be_closed_is_no_failure_of_the_run(
     slurm_here: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster = _cluster(
-        scheduler="tcp://127.0.0.1:1",
-        store_endpoint="http://127.0.0.1:1",
-        rollout_workers_most=2,
-        slurm=SLURM,
-    )
+    cluster = _growing(slurm=SLURM)
     scancel = slurm_here.parent / "bin" / "scancel"
     with growth(cluster, "tcp://127.0.0.1:1", tmp_path) as pool:
         assert pool is not None
@@ -284,12 +285,7 @@ def test_a_pool_that_cannot_be_closed_is_no_failure_of_the_run(
 def test_what_kubernetes_refuses_is_said(
     kubernetes_here: kubernetes.StandIn, tmp_path: Path
 ) -> None:
-    cluster = _cluster(
-        scheduler="tcp://127.0.0.1:1",
-        store_endpoint="http://127.0.0.1:1",
-        rollout_workers_most=2,
-        kubernetes=PODS,
-    )
+    cluster = _growing(kubernetes=PODS)
     with growth(cluster, "tcp://127.0.0.1:1", tmp_path) as pool:
         assert pool is not None
         for answer, said in (((403, "pods is forbidden"), "forbidden"), ((500, "etcd"), "500")):
