@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 READY_S = 60.0
 CONTROL_THREADS = 2
 """Dask threads of a worker: a control call gets through while a long task runs."""
+RECONNECT_S = 10.0
+"""Seconds a client tries to connect, again too when it has lost its scheduler: the runs' queues are
+lost with it, so a longer wait would only keep the user from resuming."""
 DEATH_TIMEOUT_S = 60
 """A worker that finds no scheduler for so many seconds ends."""
 
@@ -214,13 +217,19 @@ def connect(scheduler: str, wait_s: float) -> Client:
     Raises:
         ClusterError: nothing answers there within `wait_s`.
     """
-    try:
-        return Client(scheduler, timeout=wait_s, set_as_default=False)
-    except (OSError, ValueError) as error:  # no answer; not an address at all
-        raise ClusterError(
-            f"no Dask scheduler answers at {scheduler!r} within {wait_s:g} s ({error}); expected "
-            "one at cluster.scheduler; start it (`python -m infra.local up`) or correct the address"
-        ) from error
+    deadline = time.monotonic() + wait_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return Client(scheduler, timeout=min(RECONNECT_S, wait_s), set_as_default=False)
+        except (OSError, ValueError) as error:  # no answer; not an address at all
+            if isinstance(error, OSError) and left > RECONNECT_S:
+                continue
+            raise ClusterError(
+                f"no Dask scheduler answers at {scheduler!r} within {wait_s:g} s ({error}); "
+                "expected one at cluster.scheduler; start it (`python -m infra.local up`) or "
+                "correct the address"
+            ) from error
 
 
 def wait_for_workers(client: Client, rollout: int, trainer: int, wait_s: float) -> None:
@@ -256,15 +265,9 @@ def workers_present(client: Client) -> dict[str, int]:
     """How many workers run, by the resource they hold.
 
     Raises:
-        ClusterError: the scheduler does not answer.
+        SchedulerLost: the scheduler does not answer.
     """
-    try:
-        workers = workers_of(client).values()
-    except OSError as error:
-        raise ClusterError(
-            f"the Dask scheduler stopped answering ({error}); see its log and start it again"
-        ) from error
-    running = [w for w in workers if w.get("status", "running") == "running"]
+    running = [w for w in workers_of(client).values() if w.get("status", "running") == "running"]
     held = {ROLLOUT: 0, TRAINER: 0}
     for kind in held:
         held[kind] = sum(1 for w in running if w.get("resources", {}).get(kind, 0) >= 1)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from distributed import Client, Future
 
+from tasks.errors import SchedulerLost
 from tasks.store import StoreLocation
 from tasks.warm import require_here
 
@@ -57,6 +58,24 @@ class Attached:
     pool: WorkerPool | None = None
 
 
+def ask_scheduler(client: Client, handler: str, /, **arguments: Any) -> Any:
+    """What a handler of the scheduler's answers.
+
+    Raises:
+        SchedulerLost: it is gone, or does not answer.
+    """
+    try:
+        return client.sync(getattr(client.scheduler, handler), **arguments)
+    except (OSError, AttributeError, RuntimeError) as error:
+        # A client that has given up has no scheduler any more, or a closed pool of connections.
+        if not isinstance(error, OSError) and client.status not in ("closing", "closed"):
+            raise
+        raise SchedulerLost(
+            f"the Dask scheduler does not answer ({error}); what the run has in the store is "
+            "whole: see the scheduler's log, start the services again and resume the run"
+        ) from error
+
+
 def workers_of(client: Client) -> dict[str, dict[str, Any]]:
     """Address -> what the scheduler knows of a worker, for all there are; asked of it now.
 
@@ -65,11 +84,9 @@ def workers_of(client: Client) -> dict[str, dict[str, Any]]:
     was so told that it had no trainers.
 
     Raises:
-        OSError: the scheduler does not answer.
+        SchedulerLost: the scheduler does not answer.
     """
-    identity: Any = getattr(client.scheduler, "identity")  # noqa: B009 (made by __getattr__)
-    found: Any = client.sync(identity, n_workers=-1)
-    return found["workers"]
+    return ask_scheduler(client, "identity", n_workers=-1)["workers"]
 
 
 def names_of(client: Client, resource: str) -> dict[str, str]:
@@ -92,11 +109,11 @@ def restart(client: Client, addresses: Sequence[str]) -> None:
     join when they are up. Workers that have gone already are left out.
 
     Raises:
-        OSError: the scheduler does not answer.
+        SchedulerLost: the scheduler does not answer.
     """
-    remote: Any = getattr(client.scheduler, "restart_workers")  # noqa: B009
-    client.sync(
-        remote,
+    ask_scheduler(
+        client,
+        "restart_workers",
         workers=list(addresses),
         timeout=RESTART_S,
         wait_for_workers=False,

@@ -56,6 +56,10 @@ class ClusterError(KindlingError, RuntimeError):
     """The scheduler is unreachable or lacks the workers the run needs."""
 
 
+class SchedulerLost(ClusterError, ConnectionError):
+    """The scheduler died under a run, and the run's queue with it: resume the run on a new one."""
+
+
 class GangError(KindlingError, RuntimeError):
     """A trainer rank is missing, runs on the wrong worker or belongs to an older epoch."""
 

@@ -19,6 +19,7 @@ import pytest
 from prefect import flow, task
 
 from infra.cluster import (
+    RECONNECT_S,
     assign_gpus,
     connect,
     start_scheduler,
@@ -38,8 +39,9 @@ from infra.processes import (
 )
 from infra.state import Record, home_folder, living_services, locked, read_record, write_record
 from tasks.cluster import workers_of
-from tasks.errors import ClusterError, ConfigError, ServiceError
+from tasks.errors import ClusterError, ConfigError, SchedulerLost, ServiceError
 from tasks.presets import resolve
+from tasks.rollout.board import FlowQueue
 from tasks.store import ObjectStore
 from tests.waiting import eventually
 
@@ -191,6 +193,21 @@ class TestScheduler:
                 with pytest.raises(ClusterError, match=expected):
                     wait_for_workers(client, 3, 2, wait_s=0.3)
                 wait_for_workers(client, 0, 0, wait_s=0.3)
+
+    def test_one_that_dies_under_a_run(self, tmp_path: Path) -> None:
+        with ProcessGroup(tmp_path / "logs") as group:
+            address = start_scheduler(group, tmp_path)
+            with (
+                connect(address, 20) as client,
+                contextlib.closing(FlowQueue(client, "run")) as queue,
+            ):
+                group.stop()
+                for ask in (queue.load, lambda: workers_of(client)):
+                    with pytest.raises(SchedulerLost, match="resume the run"):
+                        ask()
+                assert eventually(lambda: client.status == "closed", 2 * RECONNECT_S)
+                with pytest.raises(SchedulerLost, match="resume the run"):
+                    workers_of(client)
 
     def test_a_scheduler_needs_a_store(self, tmp_path: Path) -> None:
         config = resolve("tiny", {"cluster": {"scheduler": "tcp://10.0.0.1:8786"}})
@@ -371,6 +388,7 @@ import sys, threading
 from pathlib import Path
 from infra.local import services
 from tasks.presets import resolve
+from tasks.rollout.board import FlowQueue
 from tasks.store import ObjectStore
 with services(resolve("tiny"), Path(sys.argv[1])) as found:
     ObjectStore(found.store).put("kept", b"from the first run")

@@ -15,7 +15,8 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,8 +24,8 @@ from distributed import Client, Scheduler, Worker
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.utils import sync
 
-from tasks.cluster import TRAINER
-from tasks.errors import RunClosed
+from tasks.cluster import TRAINER, ask_scheduler
+from tasks.errors import RunClosed, SchedulerLost
 from tasks.rollout.queue import WORKER_SILENT_S, UnitQueue, Wire
 from tasks.training.claims import Claim, claim
 
@@ -264,7 +265,8 @@ async def _set_in_time(event: asyncio.Event) -> bool:
 
 
 class FlowQueue:
-    """The flow's side of its run's queue.
+    """The flow's side of its run's queue. Every call raises SchedulerLost once the scheduler is
+    gone; only `close` does not, since the queue is gone with it.
 
     Attributes:
         token: of this opening of the run; whoever speaks for an earlier one is told RunClosed.
@@ -280,8 +282,7 @@ class FlowQueue:
         self._call("kindling_open", client=client.id)
 
     def _call(self, handler: str, **arguments: Any) -> Any:
-        remote: Callable[..., Coroutine[Any, Any, Any]] = getattr(self._client.scheduler, handler)
-        return self._client.sync(remote, run=self._run, token=self.token, **arguments)
+        return ask_scheduler(self._client, handler, run=self._run, token=self.token, **arguments)
 
     def offer(self, units: Sequence[Wire]) -> None:
         self._call("kindling_offer", units=list(units))
@@ -309,7 +310,8 @@ class FlowQueue:
         return Claim(**{**found, "workers": tuple(found["workers"])})
 
     def close(self) -> None:
-        self._call("kindling_close")
+        with suppress(SchedulerLost):
+            self._call("kindling_close")
 
 
 def keep_open(queue: FlowQueue, over: threading.Event, every_s: float = RENEW_S) -> None:
@@ -318,7 +320,7 @@ def keep_open(queue: FlowQueue, over: threading.Event, every_s: float = RENEW_S)
     while not over.wait(every_s):
         try:
             queue.renew()
-        except (OSError, RunClosed):
+        except (SchedulerLost, RunClosed):
             return  # the flow's own next call says the same where it can be handled
 
 

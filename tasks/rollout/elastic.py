@@ -40,7 +40,7 @@ class Scaler:
         Raises:
             RunClosed: the run is over.
             ClusterError: the pool refuses or does not answer.
-            OSError: the scheduler does not answer.
+            SchedulerLost, OSError: the scheduler does not answer.
         """
         for address in [one for one in self._retired if has_ended(one)]:
             self._client.retire_workers([address], close_workers=True, remove=True)

@@ -13,7 +13,14 @@ from typing import cast
 from distributed import Client, Future
 
 from tasks.cluster import ROLLOUT, WorkerPool, submit_to, workers_with
-from tasks.errors import ClusterError, KindlingError, RewardError, RunClosed, UnitFailed
+from tasks.errors import (
+    ClusterError,
+    KindlingError,
+    RewardError,
+    RunClosed,
+    SchedulerLost,
+    UnitFailed,
+)
 from tasks.rollout.accepted import AcceptedLog, batch_of
 from tasks.rollout.agent import Unit
 from tasks.rollout.batches import summary_from_wire
@@ -276,7 +283,7 @@ class Fleet:
         while not self._over.wait(LOOK_AGAIN_S):
             try:
                 scaler.look(self._has_ended)
-            except RunClosed:
+            except (RunClosed, SchedulerLost):  # the flow's own next call says so
                 return
             except ClusterError as error:  # a controller that is busy now may answer later
                 self._log.warning("the run keeps the rollout workers it has for now: %s", error)
