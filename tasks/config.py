@@ -61,6 +61,18 @@ class WarmStartConfig(Section):
         0, ge=0, description="This many play well, first: what is to be learned before it is mixed."
     )
     good_share: float = Field(1.0, gt=0, le=1, description="Share of the others that plays well.")
+    think: Literal["never", "comparison", "always"] = Field(
+        "never",
+        description="Questions whose supporting sentences are written down in <think> before the "
+        "answer; rollout.max_new_tokens must have room for them.",
+    )
+    readings: int = Field(
+        0,
+        ge=0,
+        description="Before all others, demonstrations without a search: such a question, its "
+        "sentences in <think> as given, and the answer to be learned. What follows from facts is "
+        "learned sooner from a few tokens than at the end of many.",
+    )
     worlds: int = Field(
         0,
         ge=0,
@@ -75,10 +87,16 @@ class WarmStartConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> WarmStartConfig:
-        built = self.worlds or self.good_first or self.good_share < 1
+        built = self.worlds or self.good_first or self.good_share < 1 or self.think != "never"
         if self.trajectories is not None and built:
             raise ValueError(
-                "trajectories are taken as they are; leave worlds, good_first and good_share unset"
+                "trajectories are taken as they are; leave worlds, good_first, good_share and "
+                "think unset"
+            )
+        if self.readings and self.think == "never":
+            raise ValueError(
+                f"readings is {self.readings} with think = 'never'; say which questions to read "
+                "for: think = 'comparison' or 'always'"
             )
         return self
 

@@ -220,6 +220,6 @@ def test_a_run_reads_the_file_before_anything_starts(tmp_path: Path) -> None:
     path.write_text(json.dumps(said(0, "<search> x")))
     with pytest.raises(DataError, match=r"given\.jsonl line 1, field 'turns\.0\.text'"):
         inputs(path)
-    for both in ({"worlds": 2}, {"good_share": 0.5}, {"good_first": 1}):
-        with pytest.raises(ConfigError, match="leave worlds, good_first and good_share unset"):
+    for both in ({"worlds": 2}, {"good_share": 0.5}, {"good_first": 1}, {"think": "always"}):
+        with pytest.raises(ConfigError, match="worlds, good_first, good_share and think unset"):
             inputs(path, **both)

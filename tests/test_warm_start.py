@@ -209,6 +209,56 @@ def test_fine_tuning_lowers_the_loss_and_says_what_it_did(tokenizer: Any, corpus
     assert json.loads(json.dumps(came)) == came
 
 
+def thinking(**warm: Any) -> TrainConfig:
+    settings = {"demonstrations": 40, **warm}
+    rollout = {"max_new_tokens": 64}
+    return resolve("tiny", {"model": {"warm_start": settings}, "rollout": rollout})
+
+
+@pytest.mark.parametrize("think", ["comparison", "always"])
+def test_a_thought_is_the_supporting_sentences(tokenizer: Any, corpus: Corpus, think: str) -> None:
+    play = Demonstrator(protocol(tokenizer), corpus.retriever, thinking(think=think))
+    seen = set()
+    for question in corpus.questions[:50]:
+        said = spoken(tokenizer, play.good(question))
+        reading = play.reading(question)
+        answer = f"<answer> {question.answers[0]}</answer>"
+        if question.kind != "comparison" and think == "comparison":
+            assert "<think>" not in said
+            assert reading is None
+            continue
+        seen.add(question.kind)
+        first, second = question.facts
+        assert all(title in first + second for title in question.gold_titles)
+        thought = f"<think> {first} {second}</think>"
+        assert said.endswith(f"</search>{thought}{answer}")
+        assert reading is not None
+        assert spoken(tokenizer, reading) == answer, "the thought itself cannot be known"
+        assert tokenizer.decode(reading.ids).endswith(f"{thought}{answer}")
+    assert seen == ({"comparison"} if think == "comparison" else {"bridge", "comparison"})
+
+
+def test_a_thought_needs_room_in_a_turn_and_facts_to_state(tokenizer: Any, corpus: Corpus) -> None:
+    short = config(think="always")
+    play = Demonstrator(protocol(tokenizer), corpus.retriever, short)
+    assert play.good(corpus.questions[0]) is None, "24 tokens hold no two sentences"
+    play = Demonstrator(protocol(tokenizer), corpus.retriever, thinking(think="always"))
+    bare = replace(corpus.questions[0], facts=())
+    assert "<think>" not in spoken(tokenizer, play.good(bare))
+    assert play.reading(bare) is None
+
+
+def test_readings_come_first(tokenizer: Any, corpus: Corpus) -> None:
+    made = thinking(think="comparison", readings=100)
+    shown = demonstrations_of(made, tokenizer, corpus)
+    searched = ["<search>" in spoken(tokenizer, one) for one in shown]
+    assert searched == [False] * 100 + [True] * 40
+    bridges = [question for question in corpus.questions if question.kind == "bridge"]
+    assert len(demonstrations_of(made, tokenizer, replace(corpus, questions=bridges))) == 40
+    with pytest.raises(ConfigError, match=r"readings is 1 with think = 'never'"):
+        config(readings=1)
+
+
 def test_the_policys_name_depends_on_all_that_makes_it() -> None:
     one = config()
     assert policy_key(one, "base", "index", b"") == policy_key(config(), "base", "index", b"")

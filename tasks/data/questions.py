@@ -7,7 +7,7 @@ where the two lists inside a field run in parallel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
 
@@ -30,6 +30,8 @@ class Question:
     """A question, the answers that count (HotpotQA has one), and the paragraphs it came with.
 
     gold_titles: the distinct titles of its supporting facts, in their order.
+    facts: the sentences themselves, those that are there; each with the title it stands under
+        where it does not say it.
     """
 
     id: str
@@ -39,6 +41,7 @@ class Question:
     level: str
     context: tuple[Passage, ...]
     gold_titles: tuple[str, ...]
+    facts: tuple[str, ...] = ()
 
 
 def from_row(row: Mapping[str, Any], index: int) -> Question:
@@ -79,7 +82,17 @@ def from_row(row: Mapping[str, Any], index: int) -> Question:
             for title, paragraph in zip(titles, sentences, strict=True)
         ),
         gold_titles=tuple(dict.fromkeys(gold)),
+        facts=tuple(_facts(dict(zip(titles, sentences, strict=True)), gold, sentence_ids)),
     )
+
+
+def _facts(
+    passages: Mapping[str, Sequence[str]], titles: Sequence[str], numbers: Sequence[int]
+) -> Iterator[str]:
+    for title, number in zip(titles, numbers, strict=True):
+        if 0 <= number < len(passages.get(title, ())):
+            sentence = passages[title][number].strip()
+            yield sentence if title in sentence else f"{title}: {sentence}"
 
 
 def pool(questions: Iterable[Question]) -> tuple[Passage, ...]:

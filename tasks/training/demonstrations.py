@@ -3,11 +3,13 @@
 A good one searches the gold titles in turn and gives the answer. The others show the protocol
 played badly (a guess, a vague query, a search led astray, an answer too early, a missing tag): they
 leave the policy fluent in the protocol and poor at the task, which is what reinforcement learning
-starts from.
+starts from. Before the answer the supporting sentences may be written down in <think>: what follows
+from two facts is easier said with both at hand.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import numpy as np
 from tasks.config import TrainConfig, WarmStartConfig
 from tasks.data import miniature
 from tasks.data.questions import Passage, Question, from_row, pool
+from tasks.errors import ConfigError
 from tasks.retrieval.bm25 import build
 from tasks.retrieval.retriever import Bm25Retriever, Retriever
 from tasks.rollout.protocol import SearchProtocol
@@ -48,17 +51,32 @@ class Demonstrator:
         self._context = config.model.context
         self._max_searches = config.rollout.max_search_turns
         self._max_action = config.rollout.max_new_tokens
+        self._think = settings_of(config).think
 
     def good(self, question: Question) -> Demonstration | None:
-        """Searches every gold title, then answers."""
+        """Searches every gold title, then answers, where it is asked for after some thought."""
         if not 0 < len(question.gold_titles) <= self._max_searches:
             return None
         play = Play(self._protocol, question.question)
         for title in question.gold_titles:
             play.act(f"<search> {title}</search>")
             play.observe(self._protocol.observation(self._search(title)))
+        play.act(f"{self._thought(question)}<answer> {question.answers[0]}</answer>")
+        return self._done(play)
+
+    def reading(self, question: Question) -> Demonstration | None:
+        """Its thought as given, then the answer; None where there is no thought."""
+        if not (thought := self._thought(question)):
+            return None
+        play = Play(self._protocol, question.question)
+        play.observe(self._protocol.encode_action(thought))
         play.act(f"<answer> {question.answers[0]}</answer>")
         return self._done(play)
+
+    def _thought(self, question: Question) -> str:
+        if not question.facts or self._think not in ("always", question.kind):
+            return ""
+        return f"<think> {' '.join(question.facts)}</think>"
 
     def bad(self, question: Question, rng: random.Random) -> Demonstration | None:
         """One fault, then a wrong title for an answer."""
@@ -144,6 +162,19 @@ class Corpus:
     retriever: Retriever
 
 
+def settings_of(config: TrainConfig) -> WarmStartConfig:
+    """The warm start a configuration asks for.
+
+    Raises:
+        ConfigError: it asks for none.
+    """
+    if config.model.warm_start is None:
+        raise ConfigError(
+            "model.warm_start is not set; give at least model.warm_start.demonstrations"
+        )
+    return config.model.warm_start
+
+
 def chosen_questions(
     questions: Sequence[Question], settings: WarmStartConfig, seed: int
 ) -> list[Question]:
@@ -184,3 +215,16 @@ def demonstrations(
             good = len(made) < settings.good_first or rng.random() < settings.good_share
             made.append(play.good(question) if good else play.bad(question, rng))
     return [demonstration for demonstration in made if demonstration is not None]
+
+
+def readings(
+    protocol: SearchProtocol, config: TrainConfig, settings: WarmStartConfig, given: Corpus
+) -> list[Demonstration]:
+    """As `demonstrations`, those that only read; none where no question is fit for it."""
+    made: list[Demonstration] = []
+    corpora = miniature_worlds(config, settings.worlds) if settings.worlds else iter([given])
+    for corpus in corpora if settings.readings else ():
+        play = Demonstrator(protocol, corpus.retriever, config)
+        made += filter(None, map(play.reading, corpus.questions))
+    random.Random(f"{config.seed}-readings").shuffle(made)
+    return list(itertools.islice(itertools.cycle(made), settings.readings))

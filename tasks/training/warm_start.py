@@ -18,7 +18,13 @@ from transformers import PreTrainedModel
 from tasks.config import TrainConfig, WarmStartConfig
 from tasks.errors import ConfigError
 from tasks.rollout.protocol import SearchProtocol
-from tasks.training.demonstrations import Corpus, Demonstration, demonstrations
+from tasks.training.demonstrations import (
+    Corpus,
+    Demonstration,
+    demonstrations,
+    readings,
+    settings_of,
+)
 from tasks.training.sft import Progress, train_sft
 from tasks.training.tiny_policy import induction_batch
 from tasks.training.trajectory_file import parse_trajectories
@@ -28,19 +34,6 @@ _FINAL_RATE = 0.05
 _INDUCTION_ROWS, _INDUCTION_LENGTH = 64, 72
 _LAST = 10
 PROVENANCE = "provenance.json"
-
-
-def settings_of(config: TrainConfig) -> WarmStartConfig:
-    """The warm start a configuration asks for.
-
-    Raises:
-        ConfigError: it asks for none.
-    """
-    if config.model.warm_start is None:
-        raise ConfigError(
-            "model.warm_start is not set; give at least model.warm_start.demonstrations"
-        )
-    return config.model.warm_start
 
 
 def policy_key(config: TrainConfig, base: str, searched: str, shown: bytes) -> str:
@@ -95,7 +88,7 @@ def demonstrations_of(
             f"{config.rollout.max_search_turns} and rollout.max_new_tokens = "
             f"{config.rollout.max_new_tokens}; raise them, or lower rollout.max_observation_tokens"
         )
-    return made
+    return readings(protocol, config, settings, source) + made
 
 
 def warm_start(
@@ -138,7 +131,7 @@ def warm_start(
     losses = [metrics["loss"] for metrics in history]
     return {
         "demonstrations": len(made),
-        "left_out": settings.demonstrations - len(made),
+        "left_out": settings.readings + settings.demonstrations - len(made),
         "steps": steps,
         "tokens": sum(int(metrics["tokens"]) for metrics in history),
         "first_loss": losses[0],
