@@ -80,7 +80,9 @@ class WarmStartConfig(Section):
         "other facts each, so that how to find a fact is learned and not the fact.",
     )
     batch_size: int = Field(8, ge=1, description="Demonstrations an optimizer step.")
-    learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW peak; decays linearly.")
+    learning_rate: float = Field(
+        1e-4, gt=0, le=1, description="AdamW peak; falls linearly over the last 30 %."
+    )
     induction_steps: int = Field(
         0, ge=0, description="Steps on copying random tokens first (for a model made from nothing)."
     )

@@ -30,6 +30,7 @@ from tasks.training.tiny_policy import induction_batch
 from tasks.training.trajectory_file import parse_trajectories
 
 _WARMUP_STEPS = 20
+_COOLDOWN = 0.3
 _FINAL_RATE = 0.05
 _INDUCTION_ROWS, _INDUCTION_LENGTH = 64, 72
 _LAST = 10
@@ -115,9 +116,11 @@ def warm_start(
     steps = settings.induction_steps + fine_tuning
 
     def rate(step: int) -> float:
+        """Constant, then linearly down: what comes first is learned at the full rate, too, however
+        much follows (Hägele et al. 2024, arXiv:2405.18392, section 3)."""
         warm = min(1.0, (step + 1) / _WARMUP_STEPS)
-        left = 1.0 - max(0, step - settings.induction_steps) / fine_tuning
-        return settings.learning_rate * warm * max(_FINAL_RATE, left)
+        left = (steps - step) / (_COOLDOWN * fine_tuning)
+        return settings.learning_rate * warm * min(1.0, max(_FINAL_RATE, left))
 
     history = train_sft(
         model,
