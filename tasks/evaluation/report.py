@@ -164,8 +164,11 @@ def charts(history: History) -> list[Chart]:
         ),
         Chart(
             "Seconds by stage",
-            "seconds a step",
-            [curve(name, lambda r, name=name: r.seconds.get(name)) for name in stages],
+            "seconds",
+            [
+                *(curve(name, lambda r, name=name: r.seconds.get(name)) for name in stages),
+                Series("evaluate", [(float(e.step), e.seconds) for e in held_out]),
+            ],
         ),
         Chart(
             "Weights published",
