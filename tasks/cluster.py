@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from distributed import Client, Future
+from distributed.client import ClosedClientError
 
 from tasks.errors import SchedulerLost
 from tasks.store import StoreLocation
@@ -20,6 +22,8 @@ ROLLOUT = "ROLLOUT"
 TRAINER = "TRAINER"
 RESTART_S = 20.0
 """Seconds a nanny has to kill its worker."""
+ANSWER_S = 30.0
+"""Seconds the scheduler has to answer; it may be frozen, with its connections open."""
 
 
 class WorkerPool(Protocol):
@@ -58,15 +62,12 @@ class Attached:
     pool: WorkerPool | None = None
 
 
-def ask_scheduler(client: Client, handler: str, /, **arguments: Any) -> Any:
-    """What a handler of the scheduler's answers.
-
-    Raises:
-        SchedulerLost: it is gone, or does not answer.
-    """
+@contextmanager
+def scheduler_errors(client: Client) -> Iterator[None]:
+    """Says SchedulerLost where the scheduler is gone, or does not answer."""
     try:
-        return client.sync(getattr(client.scheduler, handler), **arguments)
-    except (OSError, AttributeError, RuntimeError) as error:
+        yield
+    except (OSError, AttributeError, RuntimeError, ClosedClientError) as error:
         # A client that has given up has no scheduler any more, or a closed pool of connections.
         if not isinstance(error, OSError) and client.status not in ("closing", "closed"):
             raise
@@ -74,6 +75,17 @@ def ask_scheduler(client: Client, handler: str, /, **arguments: Any) -> Any:
             f"the Dask scheduler does not answer ({error}); what the run has in the store is "
             "whole: see the scheduler's log, start the services again and resume the run"
         ) from error
+
+
+def ask_scheduler(client: Client, handler: str, /, **arguments: Any) -> Any:
+    """What a handler of the scheduler's answers.
+
+    Raises:
+        SchedulerLost: it is gone, or does not answer within `ANSWER_S`.
+    """
+    with scheduler_errors(client):
+        ask = getattr(client.scheduler, handler)
+        return client.sync(ask, callback_timeout=ANSWER_S, **arguments)
 
 
 def workers_of(client: Client) -> dict[str, dict[str, Any]]:
@@ -134,15 +146,19 @@ def submit_to(
 
     Args:
         key: the Dask key, unique for the work (run, stage, step, rank).
+
+    Raises:
+        SchedulerLost: there is no scheduler any more.
     """
-    return client.submit(
-        _call,
-        address,
-        function,
-        arguments,
-        key=key,
-        workers=[address],
-        allow_other_workers=True,
-        retries=0,
-        pure=False,
-    )
+    with scheduler_errors(client):
+        return client.submit(
+            _call,
+            address,
+            function,
+            arguments,
+            key=key,
+            workers=[address],
+            allow_other_workers=True,
+            retries=0,
+            pure=False,
+        )

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any, Literal
 
-How = Literal["kill", "freeze", "raise"]
+How = Literal["kill", "freeze", "raise", "linger"]
+LINGER_S = 5.0
 
 
 class InjectedError(Exception):
@@ -17,7 +19,8 @@ class InjectedError(Exception):
 
 
 def arm(place: str, visit: int, how: How) -> None:
-    """At the given visit (1: the next) to a place, this process is killed or frozen, or raises.
+    """At the given visit (1: the next) to a place, this process is killed or frozen, raises, or is
+    held up for `LINGER_S`.
 
     Places: forward, all_reduce, upload (a weight object), commit, committed (just after), save (a
     checkpoint's object), join.
@@ -37,6 +40,11 @@ def arm(place: str, visit: int, how: How) -> None:
         return made
 
     setattr(owner, name, bad)
+
+
+def at_work(dask_worker: Any = None) -> bool:
+    """Whether a stage runs on this trainer worker; for `Client.run`."""
+    return vars(dask_worker)["kindling"]["trainer"].at_work.locked()
 
 
 def _place(place: str) -> tuple[Any, str, bool]:
@@ -61,4 +69,7 @@ def _place(place: str) -> tuple[Any, str, bool]:
 def _strike(how: How, place: str) -> None:
     if how == "raise":
         raise InjectedError(f"at {place}")
+    if how == "linger":
+        threading.Event().wait(LINGER_S)
+        return
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)

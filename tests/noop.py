@@ -62,6 +62,7 @@ class Shape:
     tokens: of a whole trajectory, about. turns: the last one answers, the others search.
     slow: name of a worker whose steps take slow_s instead of pause_s.
     failing_searches: this many of a worker's requests to the retriever fail, then no more.
+    breaks: name of a worker whose loop raises what the product does not know, or "all".
     join_s, apply_s: how long a loop takes to be ready, and a version to be applied.
     """
 
@@ -72,6 +73,7 @@ class Shape:
     slow: str = ""
     slow_s: float = 0.0
     failing_searches: int = 0
+    breaks: str = ""
     join_s: float = 0.0
     apply_s: float = 0.0
 
@@ -277,6 +279,8 @@ def serve(spec: RolloutSpec, shape: Shape = Shape()) -> None:
         if state.tokenizer is None:
             model = spec.config.model
             state.tokenizer = load_tokenizer(Path(model.path), model.chat)
+    if shape.breaks in (worker.name, "all"):
+        raise RuntimeError("a lost accelerator")
     if shape.join_s:
         with _at("joining"):
             threading.Event().wait(shape.join_s)

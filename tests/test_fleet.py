@@ -328,31 +328,65 @@ def test_a_straggler_does_not_hold_up_a_step_and_every_group_counts_once(
             assert tokens == [t.tokens for t in summary.trajectories], "what the queue accepted"
 
 
-def test_a_frozen_workers_units_are_done_elsewhere(
-    client: Client, config: TrainConfig, object_store: ObjectStore
+@pytest.mark.parametrize("how_many", [1, WORKERS])
+def test_frozen_workers_are_started_again_and_their_units_done(
+    client: Client, config: TrainConfig, object_store: ObjectStore, how_many: int
 ) -> None:
+    """Also where all of them are frozen, and none is left to ask for anything."""
+    assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
     before = client.run_on_scheduler(noop.set_silent, 3.0)
-    victim = workers_with(client, ROLLOUT)[0]
-    (pid,) = _pids(client, [victim])
+    victims = workers_with(client, ROLLOUT)[:how_many]
+    pids = _pids(client, victims)
     try:
         shape = noop.Shape(tokens=60, pause_s=0.2)
-        with _fleet(client, config, object_store.location, "frozen", shape) as fleet:
+        with _fleet(client, config, object_store.location, f"frozen-{how_many}", shape) as fleet:
             assert eventually(lambda: _loops(client) == WORKERS, START_S)
             units = _units(0, 18, version=0)
             fleet.offer(units)
             thread, groups, errors = _collect_in_thread(fleet, units)
             threading.Event().wait(0.3)
-            os.kill(pid, signal.SIGSTOP)
-            thread.join(30)
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            thread.join(60)
+            assert not thread.is_alive()
             assert not errors
             assert [g.unit_id for g in groups] == _ids(units)
-            os.kill(pid, signal.SIGCONT)
-            more = _units(1, 6, version=0)
-            fleet.offer(more)
-            assert [g.unit_id for g in fleet.collect(_ids(more))] == _ids(more)
     finally:
-        os.kill(pid, signal.SIGCONT)
         client.run_on_scheduler(noop.set_silent, before)
+    assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
+    assert not set(victims) & set(workers_with(client, ROLLOUT))
+
+
+def test_a_worker_whose_loop_breaks_is_started_again_once_and_then_left_out(
+    client: Client, config: TrainConfig, object_store: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
+    victim = next(iter(names_of(client, ROLLOUT).values()))
+    shape = noop.Shape(tokens=60, pause_s=0.2, breaks=victim)
+    with _fleet(client, config, object_store.location, "breaks", shape) as fleet:
+        steps = itertools.count()
+
+        def is_left_out() -> bool:
+            units = _units(next(steps), 4, version=0)
+            fleet.offer(units)
+            assert [g.unit_id for g in fleet.collect(_ids(units))] == _ids(units)
+            return "it is left out of this run" in caplog.text
+
+        assert eventually(is_left_out, 60)
+    assert caplog.text.count("a lost accelerator; its process is started again") == 1
+
+
+def test_workers_whose_loops_all_break_end_the_run(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
+    shape = noop.Shape(tokens=60, breaks="all")
+    with _fleet(client, config, object_store.location, "all-break", shape) as fleet:
+        units = _units(0, 4, version=0)
+        fleet.offer(units)
+        with pytest.raises(UnitFailed, match="RuntimeError: a lost accelerator"):
+            fleet.collect(_ids(units))
+    assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
 
 
 @pytest.mark.timeout(300)

@@ -47,11 +47,14 @@ class QueueMachine(RuleBasedStateMachine):
         self.held: dict[str, dict[str, float]] = {}  # unit -> workers that do it, since when
         self.pulled: set[tuple[str, str]] = set()  # whoever pulled a unit may send a result
         self.attempts: dict[str, int] = {}
+        self.forgotten = 0
         self.accepted: list[str] = []
         self.cancelled: dict[str, set[str]] = {}
 
     @rule(names=st.lists(st.sampled_from(NAMES), max_size=6))
     def offer(self, names: list[str]) -> None:
+        had = self.accepted[: self.forgotten]  # a unit id is offered once in a run
+        names = [name for name in names if name not in had]
         self.queue.offer(_units(*names))
         for name in names:
             if name not in self.offered:
@@ -145,6 +148,17 @@ class QueueMachine(RuleBasedStateMachine):
         if not self.held[name]:
             del self.held[name]
 
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """What the flow has is nobody's business any more: late results do not count again."""
+        count = data.draw(st.integers(0, len(self.queue.done)))
+        had = self.accepted[self.forgotten :][:count]
+        self.queue.forget(count)
+        self.forgotten += count
+        for name in had:
+            assert not self.queue.complete("w0", {"unit_id": name}, self.now)
+        assert len(self.queue._records) == len(self.offered) - self.forgotten
+
     @rule(worker=st.sampled_from(WORKERS))
     def retire(self, worker: str) -> None:
         holds = any(worker in holders for holders in self.held.values())
@@ -166,13 +180,14 @@ class QueueMachine(RuleBasedStateMachine):
         places = [u["unit_id"] for u in self.queue.pending]
         places += list(self.queue.leased)
         places += [result["unit_id"] for result in self.queue.done]
+        places += self.accepted[: self.forgotten]
         places += list(self.queue.failed)
         assert sorted(places) == sorted(self.offered)
 
     @invariant()
     def agrees_with_the_model(self) -> None:
         assert {n: lease.holders for n, lease in self.queue.leased.items()} == self.held
-        assert [result["unit_id"] for result in self.queue.done] == self.accepted
+        assert [result["unit_id"] for result in self.queue.done] == self.accepted[self.forgotten :]
         assert all(len(holders) <= 2 for holders in self.held.values())
 
     @invariant()
@@ -187,6 +202,7 @@ class QueueMachine(RuleBasedStateMachine):
             for unit in self.queue.pull("healthy", 3, self.now):
                 assert self.queue.complete("healthy", {"unit_id": unit["unit_id"]}, self.now)
         done = [result["unit_id"] for result in self.queue.done]
+        done += self.accepted[: self.forgotten]
         assert sorted(done + list(self.queue.failed)) == sorted(self.offered)
         super().teardown()
 

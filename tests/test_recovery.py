@@ -7,6 +7,9 @@ are the tests' own.
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +35,7 @@ from tasks.weights.commit import lineage, load_manifest
 from tests import faults
 from tests.trainer_pool import config as trainer_config
 from tests.training_helpers import make_batch, save_tiny_policy, summary_of
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(240)
 RANKS = 2
@@ -199,6 +203,44 @@ def test_a_rank_that_fails_changes_nothing(
     assert versions == _versions(object_store, "undisturbed")
     refs = lineage(object_store, run, 0)
     assert {trained: ref.version for trained, ref in refs.items()} == {n: n for n in range(4)}
+
+
+def test_a_rank_that_dies_after_its_part_while_others_are_at_theirs(
+    client: Client,
+    config: TrainConfig,
+    object_store: ObjectStore,
+    batches: list[list[GroupSummary]],
+    undisturbed: Checkpoint,
+) -> None:
+    """Dask then loses an answer that was there already, and would ask another worker for it."""
+    wait_for_workers(client, 1, RANKS, 60)
+    trainers = _opened(client, config, object_store, "early")
+    deaths: list[threading.Thread] = []
+
+    def strike(name: str) -> None:
+        if name != "checkpoint-1":
+            return
+        first, second = workers_with(client, TRAINER)
+        client.run(faults.arm, "save", 1, "linger", workers=[second])
+        (pid,) = cast("dict[str, int]", client.run(os.getpid, workers=[first])).values()
+
+        def kill_in_time() -> None:
+            def states() -> tuple[bool, bool]:
+                at = cast("dict[str, bool]", client.run(faults.at_work, workers=[first, second]))
+                return at[first], at[second]
+
+            assert eventually(lambda: states() == (False, True), 30)
+            os.kill(pid, signal.SIGKILL)
+
+        deaths.append(threading.Thread(target=kill_in_time))
+        deaths[0].start()
+
+    said: list[str] = []
+    made = _trained(trainers, batches, strike, said)
+    deaths[0].join()
+    assert made.records == undisturbed.records
+    assert _versions(object_store, "early") == _versions(object_store, "undisturbed")
+    assert any("died" in one for one in said), said
 
 
 def test_a_store_that_is_away_while_the_gang_forms(

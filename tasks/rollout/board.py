@@ -67,7 +67,7 @@ class _OpenRun:
 
     def forget(self, done: int, events: int) -> None:
         """Lets go of results and events that the flow has: so many since the run was opened."""
-        del self.queue.done[: done - self.done_had]
+        self.queue.forget(done - self.done_had)
         del self.events[: events - self.events_had]
         self.done_had, self.events_had = done, events
 
@@ -114,11 +114,11 @@ class QueueBoard(SchedulerPlugin):
         for state in self._runs.values():
             self._lose(state, worker, "was lost")
 
-    def _lose(self, state: _OpenRun, worker: str, how: str) -> None:
+    def _lose(self, state: _OpenRun, worker: str, how: str, silent: bool = False) -> None:
         units = state.queue.lose(worker)
-        if units:
+        if units or silent:
             event = {"kind": "worker_lost", "worker": worker, "how": how, "units": units}
-            state.events.append(event)
+            state.events.append(event | {"silent": silent})
             state.wake_workers()
         state.wake_flow()
 
@@ -170,8 +170,6 @@ class QueueBoard(SchedulerPlugin):
     def _pull(self, run: str, token: str, worker: str, count: int) -> list[Wire]:
         state = self._get(run, token)
         now = time.monotonic()
-        for silent in state.queue.silent(now):
-            self._lose(state, silent, f"gave no sign of life for {WORKER_SILENT_S:g} s")
         # One that died while it waited here must get nothing: nobody would ever give it back.
         assert self._scheduler is not None
         return state.queue.pull(worker, count, now) if worker in self._scheduler.workers else []
@@ -209,7 +207,7 @@ class QueueBoard(SchedulerPlugin):
         return {
             "outstanding": queue.outstanding,
             "worker_s": queue.worker_s,
-            "workers": list(queue.workers),
+            "workers": [one for one in queue.workers if one not in queue.quarantined],
             "idle": queue.idle(time.monotonic()),
         }
 
@@ -237,6 +235,10 @@ class QueueBoard(SchedulerPlugin):
         state = self._get(run, token)
         state.deadline = time.monotonic() + LEASE_S
         state.forget(done, events)
+        for silent in state.queue.silent(time.monotonic()):
+            self._lose(
+                state, silent, f"gave no sign of life for {WORKER_SILENT_S:g} s", silent=True
+            )
         if not state.queue.done and not state.events:
             await _set_in_time(state.news)
             state = self._get(run, token)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from distributed import Client
 
-from tasks.cluster import ROLLOUT, Log, WorkerPool, names_of
+from tasks.cluster import ROLLOUT, Log, WorkerPool, names_of, scheduler_errors
 from tasks.config_cluster import ClusterConfig
 from tasks.rollout.board import FlowQueue
 from tasks.rollout.scaling import Limits, Load, decide
@@ -31,25 +31,31 @@ class Scaler:
         )
         self._retired: dict[str, str] = {}  # address -> Dask name
 
-    def look(self, has_ended: Callable[[str], bool]) -> None:
+    def look(self, has_ended: Callable[[str], bool], is_out: Callable[[str], bool]) -> None:
         """Looks at the queue once and does what it asks for.
 
         Args:
             has_ended: whether a worker's loop has: then its process may go, too.
+            is_out: whether the run has left out the worker of a name.
 
         Raises:
             RunClosed: the run is over.
             ClusterError: the pool refuses or does not answer.
-            SchedulerLost, OSError: the scheduler does not answer.
+            SchedulerLost: the scheduler does not answer.
         """
         for address in [one for one in self._retired if has_ended(one)]:
-            self._client.retire_workers([address], close_workers=True, remove=True)
+            with scheduler_errors(self._client):
+                self._client.retire_workers([address], close_workers=True, remove=True)
             self._pool.give_back(self._retired.pop(address))
         queue = self._queue.load()
         names = names_of(self._client, ROLLOUT)
         ours = set(self._pool.names())
         serving = set(queue["workers"])
-        coming = [a for a in names if a not in serving and a not in self._retired]
+        coming = [
+            address
+            for address, name in names.items()
+            if address not in serving and address not in self._retired and not is_out(name)
+        ]
         unseen = ours - set(names.values())
         idle = {a: s for a, s in queue["idle"].items() if names.get(a) in ours}
         load = Load(

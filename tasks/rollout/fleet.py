@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,9 +13,10 @@ from typing import cast
 
 from distributed import Client, Future
 
-from tasks.cluster import ROLLOUT, WorkerPool, submit_to, workers_with
+from tasks.cluster import ROLLOUT, WorkerPool, names_of, restart, submit_to
 from tasks.errors import (
     ClusterError,
+    IntegrityError,
     KindlingError,
     RewardError,
     RunClosed,
@@ -31,6 +33,8 @@ from tasks.rollout.trajectory import GroupSummary
 from tasks.rollout.worker import RolloutSpec, serve_run
 
 LOOK_AGAIN_S = 2.0
+MAX_STOPS = 2
+"""A worker whose loop has stopped this often, by no fault of the run's, is left out of it."""
 
 
 class Fleet:
@@ -74,6 +78,7 @@ class Fleet:
         # Units that came to nothing and are not yet written down, see `collect`.
         self._unwritten: dict[str, Wire] = {}
         self._serving: dict[str, Future] = {}
+        self._stops: Counter[str] = Counter()  # Dask name -> how often its loop was at fault
         self._alone_since: float | None = None
         self._look_again = 0.0
         self.loads: dict[str, int] = {"engines": 0, "indexes": 0, "anchors": 0}
@@ -149,6 +154,8 @@ class Fleet:
                 )
             if len(there) + len(dropped) + len(given_up) == len(unit_ids):
                 self._write_down([*dropped, *given_up])
+                for unit_id in unit_ids:
+                    self._offered.pop(unit_id, None)
                 return [self._groups.pop(unit_id) for unit_id in there]
             done, events, failed = self._queue.collect()
             # One that was given up may come after all, from a worker that was thought lost.
@@ -200,17 +207,18 @@ class Fleet:
     def close(self) -> None:
         """Closes the run: its workers finish their engine step and are free."""
         self._over.set()
+        self._queue.close()  # first: a keeper may wait for a batch system's answer
         for keeper in self._keepers:
             keeper.join()
-        self._queue.close()
 
     def _serve_everywhere(self) -> None:
         """Starts the loop on rollout workers that do not run it, and looks after those that do."""
         self._look_again = time.monotonic() + LOOK_AGAIN_S
-        present = workers_with(self._client, ROLLOUT)
+        names = names_of(self._client, ROLLOUT)
         for address in list(self._serving):
-            if address not in present:
+            if address not in names:
                 del self._serving[address]
+        present = [address for address, name in names.items() if not self._is_out(name)]
         for address in present:
             future = self._serving.get(address)
             if future is None:
@@ -220,17 +228,36 @@ class Fleet:
                     self._client, address, key, self._serve, self._spec
                 )
             elif future.status == "error":
-                self._raise_unless_gone(address, future)
+                self._stopped(address, future)
         self._require_workers(bool(present))
 
-    def _raise_unless_gone(self, address: str, future: Future) -> None:
+    def _is_out(self, name: str) -> bool:
+        return self._stops[name] >= MAX_STOPS
+
+    def _stopped(self, address: str, future: Future) -> None:
+        """A worker's loop has raised. What any worker would raise ends the run; what may be this
+        process' or this host's own costs the worker, as long as there is another.
+
+        Raises:
+            KindlingError: what stopped the loop.
+            UnitFailed: the same for other errors, if no worker is left.
+        """
         error = cast("BaseException | None", future.exception())
-        if address in workers_with(self._client, ROLLOUT):
-            if isinstance(error, KindlingError):
-                raise error
-            message = f"rollout worker {address} stopped: {type(error).__name__}: {error}"
-            raise UnitFailed(message) from error
+        names = names_of(self._client, ROLLOUT)
         del self._serving[address]
+        if (name := names.get(address)) is None:
+            return
+        if isinstance(error, KindlingError) and not isinstance(error, IntegrityError):
+            raise error
+        self._stops[name] += 1
+        message = f"rollout worker {address} stopped: {type(error).__name__}: {error}"
+        if all(map(self._is_out, names.values())):
+            raise UnitFailed(message) from error
+        if self._is_out(name):
+            self._log.warning("%s; it is left out of this run", message)
+        else:
+            self._log.warning("%s; its process is started again", message)
+            restart(self._client, [address])
 
     def _require_workers(self, some: bool) -> None:
         if some:
@@ -263,6 +290,8 @@ class Fleet:
                     event["how"],
                     len(event["units"]),
                 )
+                if event["silent"]:  # its nanny starts another, which is served like any that joins
+                    restart(self._client, [str(worker)])
             case "quarantined":
                 self._log.warning(
                     "rollout worker %s gets no more units in this run: %s; restart it",
@@ -282,14 +311,11 @@ class Fleet:
         lease."""
         while not self._over.wait(LOOK_AGAIN_S):
             try:
-                scaler.look(self._has_ended)
+                scaler.look(self._has_ended, self._is_out)
             except (RunClosed, SchedulerLost):  # the flow's own next call says so
                 return
             except ClusterError as error:  # a controller that is busy now may answer later
                 self._log.warning("the run keeps the rollout workers it has for now: %s", error)
-            except OSError as error:
-                self._log.warning("the run keeps the rollout workers it has: %s", error)
-                return
 
 
 def _is_nothing(result: Wire) -> bool:

@@ -88,6 +88,14 @@ class UnitQueue:
                 self._records[unit["unit_id"]] = _Record()
                 self.pending.append(unit)
 
+    def forget(self, count: int) -> None:
+        """Lets go of the first `count` results, which the flow has, and of what is known of their
+        units: a late result of one is then as good as one of another run."""
+        for result in self.done[:count]:
+            self._finished.discard(result["unit_id"])
+            self._records.pop(result["unit_id"], None)
+        del self.done[:count]
+
     def pull(self, worker: str, count: int, now: float) -> list[Wire]:
         """Leases at most `count` units, and no more than bring this worker to its fair share of
         all that is outstanding; where nothing is pending and it holds none, a slow one's copy.

@@ -44,6 +44,8 @@ ASK_AGAIN_S = 0.2
 """A busy worker that found the queue empty asks again after this long, not at every engine step."""
 ALIVE_S = 4.0
 """Seconds between two signs of life: several in `queue.WORKER_SILENT_S`."""
+TURN_S = 600.0
+"""Seconds that no turn of the loop takes, not even one that loads an anchor from a slow store."""
 STILL_OPEN_S = 1.0
 """A full one asks this rarely."""
 
@@ -232,6 +234,7 @@ class Resident:
         self._results: SimpleQueue[Wire] = SimpleQueue()
         self._ask_again = 0.0
         self._retired = False
+        self._turned = time.monotonic()
         rollout = spec.config.rollout
         self._reward = (
             RewardProcess(rollout.reward, rollout.reward_timeout_s)
@@ -253,6 +256,7 @@ class Resident:
         alive.start()
         try:
             while not self._retired:
+                self._turned = time.monotonic()
                 self._turn()
         finally:
             over.set()
@@ -272,10 +276,12 @@ class Resident:
 
     def _keep_alive(self, over: threading.Event) -> None:
         """Calls the queue every few seconds, however long an engine step or the application of a
-        version takes: without a call this worker's units go to others."""
+        version takes: without a call this worker's units go to others. One that takes far too long
+        hangs, and is to be missed."""
         with suppress(RunClosed, OSError):  # the loop itself finds that out and says so
             while not over.wait(ALIVE_S):
-                self._queue.alive()
+                if time.monotonic() - self._turned < TURN_S:
+                    self._queue.alive()
 
     def close(self) -> None:
         if self._reward is not None:

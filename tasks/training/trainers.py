@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from distributed import Client, Future
 from distributed.scheduler import KilledWorker
 
-from tasks.cluster import TRAINER, Log, restart, submit_to, workers_with
+from tasks.cluster import ANSWER_S, TRAINER, Log, restart, submit_to, workers_with
 from tasks.errors import (
     ClusterError,
     GangError,
@@ -278,6 +278,7 @@ class Trainers:
             for rank, address in enumerate(members)
         ]
         self._left = {future: rank for rank, future in enumerate(futures)}
+        answers: dict[int, T] = {}
         ended: SimpleQueue[Future] = SimpleQueue()
         for future in futures:
             future.add_done_callback(ended.put)
@@ -293,10 +294,16 @@ class Trainers:
                     self._break(silent.rank, silent.why(), stage, None)
                 continue
             rank = self._left.pop(future)
-            if future.status != "finished":
-                self._failed(rank, future, stage, collective)
+            try:
+                # At once: the worker may die before the others have ended, its answer with it.
+                answers[rank] = future.result(timeout=ANSWER_S)
+            except TimeoutError:
+                restart(self._client, [members[rank]])
+                self._break(rank, f"did not hand over its answer in {ANSWER_S:g} s", stage, None)
+            except Exception:  # noqa: BLE001 (whatever it is, it ends the epoch)
+                self._failed(rank, _error(future), stage, collective)
         self._raised.pop(stage, None)
-        return [future.result() for future in futures]
+        return [answers[rank] for rank in range(len(members))]
 
     def _place(self, _: int) -> tuple[str, str]:
         return self._spec.run, self._spec.fence(self._gang.epoch)
@@ -306,11 +313,11 @@ class Trainers:
         place = self._gang.epoch, rank, self._gang.size
         return self._spec, member.Meeting(*where, *place, FORM_TIMEOUT_S)
 
-    def _failed(self, rank: int, future: Future, stage: str, collective: bool) -> None:
+    def _failed(self, rank: int, error: BaseException, stage: str, collective: bool) -> NoReturn:
         """Raises what a rank's failure means. The others fail for that reason in a moment, and
         one of them may have been first to say so: the one that did not only lose its peer counts.
         """
-        failures = {rank: _error(future)}
+        failures = {rank: error}
         failures |= self._settle(time.monotonic() + NOTICE_S)
         if all(isinstance(error, ALIKE) for error in failures.values()):
             failures |= self._settle(time.monotonic() + SETTLE_S)
@@ -322,13 +329,15 @@ class Trainers:
         gone = [one for one, worker in enumerate(self._gang.members) if worker not in present]
         if gone and _weight(error):  # its own call's failure is not here yet
             self._break(gone[0], "died", stage, error)
-        if (self._left and collective) or isinstance(error, WorkerBusy):
-            restart(self._client, [self._gang.members[rank]])
         if isinstance(error, KilledWorker):
             self._break(rank, "died", stage, error)
+        passing = isinstance(error, GangError | StoreError)
+        # What else a process has raised may be what it would raise for ever: a lost accelerator.
+        if (self._left and collective) or isinstance(error, WorkerBusy) or not passing:
+            restart(self._client, [self._gang.members[rank]])
         why = f"failed: {type(error).__name__}: {error}"
         again = self._raised.get(stage) == why
-        if not isinstance(error, GangError | StoreError):  # these may pass
+        if not passing:
             self._raised[stage] = why
         self._break(rank, why, stage, error, again)
 
