@@ -273,8 +273,16 @@ def up(preset: Preset = "tiny", home: Home = None) -> None:
             config = resolve(preset)
             with _exclusive(folder), locked(folder, _PREFECT):
                 record = start_all(config, preset, folder)
+            _mark_zombies(record.prefect_api)
             _console().print(f"up: {len(record.children)} services")
         _show(record)
+
+
+def _mark_zombies(api: str) -> None:
+    from infra.zombies import mark_zombies  # imports Prefect's client
+
+    with using_api(api):
+        mark_zombies()
 
 
 @app.command()

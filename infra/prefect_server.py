@@ -14,6 +14,8 @@ import httpx
 from infra.processes import ProcessGroup, environment, free_ports
 
 READY_S = 120.0
+HEARTBEAT_S = 30
+"""Seconds between a flow run's signs of life: Prefect's shortest."""
 _DRAIN_S = 10.0
 
 
@@ -72,12 +74,14 @@ def configured_api() -> str | None:
 
 @contextmanager
 def using_api(api: str) -> Iterator[str]:
-    """Make this API the one that flows started in this process use, and its children's."""
+    """Make this API the one that flows started in this process use, and its children's; they say
+    that they live as often as `infra.zombies` expects."""
     from prefect import context
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     try:
-        with environment({"PREFECT_API_URL": api}):
+        beats = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}
+        with environment({"PREFECT_API_URL": api, **beats}):
             # Prefect's own threads have no settings context and read the global one.
             context.refresh_global_settings_context()
             with temporary_settings({PREFECT_API_URL: api}):

@@ -2,9 +2,10 @@
 
     python -m infra.zombies        # at the Prefect server that PREFECT_API_URL names
 
-A flow run of a deployment sends heartbeats where PREFECT_FLOWS_HEARTBEAT_FREQUENCY is set, as
-`deployments/prefect.yaml` does. When three in a row are missing and nothing says that the run
-ended, it is a zombie: its machine was lost, or its process killed.
+`infra.local up` does it for its own server. Flow runs send heartbeats as often as
+PREFECT_FLOWS_HEARTBEAT_FREQUENCY says, which `deployments/prefect.yaml` sets for deployments and
+`infra.prefect_server.using_api` for a shell. When three in a row are missing and nothing says that
+the run ended, it is a zombie: its machine was lost, or its process killed.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
+from infra.prefect_server import HEARTBEAT_S
+
 NAME = "kindling: zombie runs"
-HEARTBEAT_S = 30
-"""Prefect's shortest."""
 _BEAT = "prefect.flow-run.heartbeat"
 _ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 

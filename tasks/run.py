@@ -22,6 +22,7 @@ from tasks.config import TrainConfig
 from tasks.errors import ConfigError, RunClosed, StoreConflict
 from tasks.inputs import Inputs, ensure_index
 from tasks.metrics import History
+from tasks.predecessor import mark_crashed
 from tasks.rollout.accepted import AcceptedLog
 from tasks.rollout.batches import Producer
 from tasks.rollout.board import FlowQueue
@@ -171,7 +172,9 @@ def open_run(
         log.info("built the BM25 index over %d passages", len(inputs.passages))
     # First of all: it refuses a run that another flow has open.
     with closing(FlowQueue(cluster.client, name)) as queue:
-        life = _begin_life(store, name)
+        life, before = _begin_life(store, name, flow_run)
+        if before is not None and flow_run is not None:
+            mark_crashed(before, flow_run, log)
         made = checkpoint.latest(store, name)
         start = made.step if made else 0
         spec = RolloutSpec(name, name, config, cluster.store, inputs.index_key, cache, life)
@@ -326,19 +329,21 @@ def begun_by(store: ObjectStore, flow_run: str | None) -> str | None:
     return store.get(_flow_run_key(flow_run)).decode()
 
 
-def _begin_life(store: ObjectStore, name: str) -> int:
-    """Notes that the run is opened once more; how often it was before.
+def _begin_life(store: ObjectStore, name: str, flow_run: str | None) -> tuple[int, str | None]:
+    """Notes that the run is opened once more; how often it was before, and by which flow run last.
 
     Raises:
         RunClosed: another flow opens it at the same moment.
     """
-    life = len(store.list(f"runs/{name}/lives/"))
-    about = {"opened": datetime.now(UTC).isoformat(timespec="seconds")}
+    lives = sorted(store.list(f"runs/{name}/lives/"))
+    life = len(lives)
+    before = json.loads(store.get(lives[-1])).get("flow_run") if lives else None
+    about = {"opened": datetime.now(UTC).isoformat(timespec="seconds"), "flow_run": flow_run}
     try:
         store.create(f"runs/{name}/lives/{life:04d}.json", json.dumps(about).encode())
     except StoreConflict as error:
         raise RunClosed(f"run {name!r} is being opened by another flow; cancel one") from error
-    return life
+    return life, before
 
 
 def check_resumable(store: ObjectStore, name: str, config: TrainConfig) -> None:

@@ -3,7 +3,7 @@
     python -m tests.chaos --kills 50 --seed 0 [--json FILE]
 
 A `tiny` run on standing services (its own, in a temporary folder), one question at a time, while a
-rollout worker, a trainer rank or the flow itself is killed (SIGKILL), or a trainer rank is frozen
+rollout worker, a trainer rank or the flow itself is killed (SIGKILL), or one of the workers frozen
 (SIGSTOP), at random moments. A killed flow is resumed by the command a user would give. Afterwards
 the same run is made undisturbed, and compared: checkpoint, every version's tensors, the groups
 accepted. Also that `verify` finds no fault, and that no process is left.
@@ -27,11 +27,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
+import psutil
 import typer
 from distributed import Client
 
@@ -50,7 +51,7 @@ STEP_S = 2.0
 """About what a step of `settings` takes on two cores, to spread the kills."""
 LIMIT_S = 60.0
 """Seconds within which a run must go on after a death."""
-KINDS = ("rollout", "trainer", "trainer frozen", "flow")
+KINDS = ("rollout", "rollout frozen", "trainer", "trainer frozen", "flow")
 
 
 def settings(steps: int, seed: int = 3) -> dict[str, Any]:
@@ -189,12 +190,19 @@ class Chaos:
             flow.kill()
             flow.wait()
             return begin(tree, name)
-        present = workers_with(client, ROLLOUT if kind == "rollout" else TRAINER)
-        if present:  # the last one killed may not be back yet
-            victim = self._random.choice(present)
-            pids = cast("dict[str, int]", client.run(os.getpid, workers=[victim]))
-            os.kill(pids[victim], signal.SIGSTOP if "frozen" in kind else signal.SIGKILL)
+        pid = self._victim(client, ROLLOUT if kind.startswith("rollout") else TRAINER)
+        os.kill(pid, signal.SIGSTOP if "frozen" in kind else signal.SIGKILL)
         return flow
+
+    def _victim(self, client: Client, resource: str) -> int:
+        """The process of a worker; waits for one where the last one killed is not back yet."""
+        while True:
+            present = workers_with(client, resource)
+            with suppress(OSError):  # it is the one that was killed, and is just being missed
+                if present:
+                    victim = self._random.choice(present)
+                    return cast("dict[str, int]", client.run(os.getpid, workers=[victim]))[victim]
+            self._pause.wait(0.2)
 
     def _wait(self, check: Any, flow: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + 2 * LIMIT_S
@@ -226,6 +234,12 @@ def check(store: ObjectStore, disturbed: str, undisturbed: str, steps: int) -> N
     assert not faults, faults
 
 
+def _is_of(process: psutil.Process, home: Path) -> bool:
+    """Whether a process was started with these services, or by one that was."""
+    environ = process.info["environ"] or {}
+    return process.pid != os.getpid() and environ.get("KINDLING_HOME") == str(home)
+
+
 def main(
     kills: Annotated[int, typer.Option(help="How many deaths.")] = 50,
     seed: Annotated[int, typer.Option(help="Which deaths, and when.")] = 0,
@@ -245,6 +259,8 @@ def main(
             assert flow.wait(3600) == 0
             (undisturbed,) = runs(chaos.store) - disturbed
             check(chaos.store, name, undisturbed, steps)
+        left = [p.info["pid"] for p in psutil.process_iter(["pid", "environ"]) if _is_of(p, home)]
+        assert not left, f"processes are left: {left}"
     rows = [[d.kind, d.at_s, d.progress, d.stood_s] for d in chaos.deaths]
     report.show(f"{kills} deaths", ["killed", "at s", "version, logs, checkpoint", "stood s"], rows)
     stood = sorted(death.stood_s for death in chaos.deaths)
@@ -253,6 +269,7 @@ def main(
             "kills": len(stood),
             "stood_median_s": stood[len(stood) // 2],
             "stood_max_s": stood[-1],
+            "over_limit": sum(seconds > LIMIT_S for seconds in stood),
             "same_bits": True,
         },
         json_path,

@@ -224,7 +224,13 @@ class QueueBoard(SchedulerPlugin):
         now = time.monotonic()
         others = {n: r.trainers for n, r in self._runs.items() if n != run and r.deadline > now}
         assert self._scheduler is not None
-        offering = [w for w in self._scheduler.workers.values() if w.resources.get(TRAINER)]
+        # One that is frozen is there, and would keep a gang from forming.
+        heard_of = time.time() - WORKER_SILENT_S
+        offering = [
+            worker
+            for worker in self._scheduler.workers.values()
+            if worker.resources.get(TRAINER) and worker.last_seen > heard_of
+        ]
         present = [w.address for w in sorted(offering, key=lambda worker: str(worker.name))]
         made = claim(size, present, state.trainers, others)
         state.trainers = made.workers
