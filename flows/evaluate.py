@@ -121,7 +121,8 @@ def evaluate(
     from tasks import artifacts
     from tasks.evaluation.outcomes import METRIC_NAMES, compare
     from tasks.inputs import load_inputs
-    from tasks.run import existing_version, played_otherwise, recorded
+    from tasks.run import existing_version
+    from tasks.run_record import played_otherwise, recorded
     from tasks.store import ObjectStore
 
     config = resolve(preset, overrides)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from distributed import Client
-from pydantic import ValidationError
 
 from tasks.cluster import Attached, Log
 from tasks.config import TrainConfig
@@ -28,28 +27,15 @@ from tasks.rollout.batches import Producer
 from tasks.rollout.board import FlowQueue
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.worker import RolloutSpec
+from tasks.run_record import check_resumable, record_run
 from tasks.store import ObjectStore
 from tasks.training import checkpoint
 from tasks.training.member import TrainerSpec
 from tasks.training.policy import resolve_model_dir
 from tasks.training.trainers import Trainers
 from tasks.weights.checkpoint import publish_checkpoint
-from tasks.weights.commit import Published, existing_ref, known_runs
+from tasks.weights.commit import Published, existing_ref
 
-# May differ between a run and its resumption: how long, how often, and on what machines.
-FREE_TO_CHANGE = {"cluster", "evaluation"}
-FREE_FIELDS = {
-    "training": {"steps", "checkpoint_every", "mismatch_alarm"},
-    "rollout": {"max_failed_rewards", "reward_timeout_s"},
-    # A retriever may have moved; none in place of one, or the reverse, is another corpus.
-    "retrieval": {"url", "time_limit_s", "attempts"},
-}
-# What of those sections an evaluated trajectory does not depend on.
-_OF_NO_TRAJECTORY = {
-    *("model.path", "model.warm_start"),
-    *("rollout.questions_per_step", "rollout.group_size", "rollout.max_sequences"),
-    *("rollout.kv_cache_gib", "rollout.deterministic", "rollout.reward", "rollout.format_bonus"),
-}
 STALENESS_BOUND = 0
 
 
@@ -130,10 +116,6 @@ def new_name(preset: str) -> str:
     return f"{preset}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def record_key(run: str) -> str:
-    return f"runs/{run}/run.json"
-
-
 def metrics_key(run: str) -> str:
     return f"runs/{run}/metrics.jsonl"
 
@@ -155,7 +137,7 @@ def open_run(
         flow_run: id of the Prefect flow run, which a retry of it has too: see `begun_by`.
 
     Raises:
-        ConfigError: `resume` names no run, or one with other settings.
+        ConfigError: `resume` names no run, or one with other settings or inputs.
         RunClosed: that run is open in another flow.
         ClusterError: the cluster lacks workers.
     """
@@ -163,9 +145,9 @@ def open_run(
     config, log, cache = inputs.config, cluster.log, str(cluster.cache_dir)
     name = resume or new_name(preset)
     if resume:
-        check_resumable(store, name, config)
+        check_resumable(store, name, inputs)
     else:
-        _record(store, name, config, policy)
+        record_run(store, name, inputs, policy)
     if flow_run is not None:
         store.put(_flow_run_key(flow_run), name.encode())
     if ensure_index(inputs, store):
@@ -293,31 +275,6 @@ def _this_host(client: Client) -> str:
     return str(get_ip(host))
 
 
-def recorded(store: ObjectStore, name: str) -> dict[str, Any] | None:
-    """What was written down of a run when it began: its config, and the prefix of the policy it
-    was warm-started to (null for none). None where there is no such run."""
-    return json.loads(store.get(record_key(name))) if store.exists(record_key(name)) else None
-
-
-def _record(store: ObjectStore, name: str, config: TrainConfig, policy: str | None) -> None:
-    """Writes down what the run is; once, before anything else of it exists."""
-    record = {"run": name, "policy": policy, "config": config.model_dump(mode="json")}
-    text = json.dumps(record, indent=1)
-    try:
-        store.create(record_key(name), text.encode())
-    except StoreConflict as error:
-        raise ConfigError(f"run {name!r} exists already; resume it or start another") from error
-
-
-def played_otherwise(then: dict[str, Any], config: TrainConfig) -> list[str]:
-    """In what an evaluation by this configuration plays otherwise than the run that was recorded
-    with another: the instruction, the limits of a trajectory, the searches."""
-    was, now = _as_now(then), config.model_dump(mode="json")
-    sections = ("model", "retrieval", "rollout")
-    found = _differences({s: was[s] for s in sections}, {s: now[s] for s in sections})
-    return [one for one in found if one.split(" ")[0] not in _OF_NO_TRAJECTORY]
-
-
 def _flow_run_key(flow_run: str) -> str:
     return f"flow-runs/{flow_run}"
 
@@ -344,49 +301,3 @@ def _begin_life(store: ObjectStore, name: str, flow_run: str | None) -> tuple[in
     except StoreConflict as error:
         raise RunClosed(f"run {name!r} is being opened by another flow; cancel one") from error
     return life, before
-
-
-def check_resumable(store: ObjectStore, name: str, config: TrainConfig) -> None:
-    """
-    Raises:
-        ConfigError: there is no such run, or it has other settings; names them.
-    """
-    record = recorded(store, name)
-    if record is None:
-        raise ConfigError(
-            f"run {name!r} does not exist in the store, so it cannot be resumed; known runs: "
-            f"{known_runs(store)}"
-        )
-    changed = _differences(_as_now(record["config"]), config.model_dump(mode="json"))
-    if changed:
-        raise ConfigError(
-            f"run {name!r} cannot be resumed with other settings: {'; '.join(changed)}; repeat its "
-            "own preset and overrides (run.json beside it has them), or start a new run"
-        )
-
-
-def _as_now(then: dict[str, Any]) -> dict[str, Any]:
-    """A recorded config with the fields that it is too old to have at their defaults."""
-    try:
-        return TrainConfig.model_validate(then).model_dump(mode="json")
-    except ValidationError:  # of fields that are no more: `_differences` names them
-        return then
-
-
-def _differences(then: dict, now: dict) -> Sequence[str]:
-    """Fields that a resumed run must share with the run, and does not."""
-    found = []
-    for section, value in now.items():
-        if section in FREE_TO_CHANGE:
-            continue
-        fields = value if isinstance(value, dict) else {section: value}
-        old = then.get(section, {}) if isinstance(value, dict) else {section: then.get(section)}
-        found += [
-            f"{section}.{key} was {old.get(key)!r} and is {new!r}"
-            for key, new in fields.items()
-            if old.get(key) != new and key not in FREE_FIELDS.get(section, ())
-        ]
-    urls = [config["retrieval"].get("url") for config in (then, now)]
-    if None in urls and urls != [None, None]:
-        found.append(f"retrieval.url was {urls[0]!r} and is {urls[1]!r}")
-    return found

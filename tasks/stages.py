@@ -25,7 +25,8 @@ from tasks.metrics import BatchStats, Evaluation, StepRecord, batch_stats
 from tasks.rollout.batches import refill_available, refill_units, train_units
 from tasks.rollout.refill import Refill, is_uniform
 from tasks.rollout.trajectory import GroupSummary
-from tasks.run import Run, recorded
+from tasks.run import Run
+from tasks.run_record import recorded
 from tasks.store import ObjectStore
 from tasks.training import stored_policy
 from tasks.weights.commit import Published

@@ -23,7 +23,7 @@ def arm(place: str, visit: int, how: How) -> None:
     held up for `LINGER_S`.
 
     Places: forward, all_reduce, upload (a weight object), commit, committed (just after), save (a
-    checkpoint's object), join.
+    checkpoint's object), form (called, and nothing begun), join.
     """
     owner, name, after = _place(place)
     good = getattr(owner, name)
@@ -61,6 +61,7 @@ def _place(place: str) -> tuple[Any, str, bool]:
         "commit": (member, "commit", False),
         "committed": (member, "commit", True),
         "save": (ObjectStore, "create_object", False),
+        "form": (member, "form", False),
         "join": (member, "join", False),
     }
     return found[place]

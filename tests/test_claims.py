@@ -56,19 +56,25 @@ def test_a_claim_says_why_it_is_empty() -> None:
     )
 
 
-def test_a_rank_is_silent_only_once_its_time_is_over() -> None:
+def test_a_rank_is_silent_when_it_gives_no_sign_and_its_worker_none_for_it() -> None:
     silence = Silence(2, now=0.0)
-    assert silence.look([0, 0], START_S) is None
-    assert silence.look([1, 0], START_S - 1) is None
-    late = silence.look([2, 0], START_S + 1)
+    assert silence.look([1, 0], [None, "a"], SILENT_S - 1) is None
+    assert silence.look([2, 0], [None, "b"], SILENT_S + 1) is None, "its worker is heard of"
+    late = silence.look([3, 0], [None, "b"], 2 * SILENT_S + 2)
     assert late is not None
+    assert (late.rank, late.why()) == (1, f"gave no sign of life for {SILENT_S + 1:.0f} s")
+    assert silence.look([4, 1], [None, "b"], 2 * SILENT_S + 3) is None, "it has begun"
+    assert silence.look([5, 1], [None, "c"], 3 * SILENT_S + 2) is None
+    late = silence.look([6, 1], [None, "d"], 3 * SILENT_S + 4)
+    assert late is not None, "its own word counts from then on"
     assert late.rank == 1
-    # Once it has given a sign, the next is due sooner.
-    assert silence.look([3, 1], START_S + 2) is None
-    assert silence.look([4, 1], START_S + 2 + SILENT_S) is None
-    late = silence.look([5, 1], START_S + 3 + SILENT_S)
-    assert late is not None
-    assert (late.rank, late.why()) == (1, "gave no sign of life for 21 s")
+
+
+def test_a_rank_that_never_begins_is_silent_however_often_its_worker_is_heard_of() -> None:
+    silence = Silence(1, now=0.0)
+    for second in range(int(START_S) + 1):
+        assert silence.look([0], [second], second) is None
+    assert silence.look([0], ["now"], START_S + 1) is not None
 
 
 class _Folder:

@@ -15,7 +15,7 @@ from tasks.config import TrainConfig
 from tasks.errors import ConfigError, DataError, PolicyError
 from tasks.inputs import load_inputs
 from tasks.presets import resolve
-from tasks.run import _differences
+from tasks.run_record import _differences
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
 

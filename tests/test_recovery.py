@@ -151,6 +151,8 @@ def _versions(store: ObjectStore, run: str) -> dict[int, dict[str, str]]:
 
 FAULTS = [
     ("publish-0", "join", 1, 1, "kill"),
+    ("publish-0", "form", 1, 1, "freeze"),
+    ("publish-0", "join", 0, 1, "freeze"),
     ("publish-0", "committed", 0, 1, "kill"),
     ("update-0", "forward", 1, 1, "kill"),
     ("update-1", "all_reduce", 0, 2, "kill"),

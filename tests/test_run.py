@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from tasks.data import miniature
+from tasks.errors import ConfigError
+from tasks.inputs import Inputs, load_inputs
 from tasks.presets import resolve
-from tasks.run import _as_now, _differences, played_otherwise
+from tasks.run_record import (
+    _as_now,
+    _differences,
+    check_resumable,
+    played_otherwise,
+    record_run,
+)
+from tasks.store import ObjectStore
+from tests.weights_helpers import MemoryStore
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
 
@@ -53,3 +68,41 @@ def test_an_evaluation_that_plays_otherwise_than_its_run_says_in_what() -> None:
     found = played_otherwise(then, resolve("tiny"))
     assert found == ["rollout.max_search_turns was 1 and is 3"]
     assert not played_otherwise(_recorded(), resolve("tiny"))
+
+
+class OneRun(MemoryStore):
+    """What a run's record is kept in."""
+
+    def create(self, key: str, data: bytes) -> None:
+        assert self.create_if_absent(key, data)
+
+
+@pytest.mark.parametrize("changed", ["data.train", "data.held_out", "model.path"])
+def test_a_run_is_not_resumed_on_other_contents_of_the_same_name(
+    tmp_path: Path, changed: str
+) -> None:
+    """A file was edited, or a folder written anew, between a run and its resumption."""
+    train, held_out, policy = tmp_path / "t.jsonl", tmp_path / "h.jsonl", tmp_path / "policy"
+    rows = {train: miniature.generate("train")[:30], held_out: miniature.generate("held_out")[:5]}
+    shutil.copytree("deployments/policies/tiny", policy)
+
+    def inputs() -> Inputs:
+        for path, lines in rows.items():
+            path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+        data = {"train": str(train), "held_out": str(held_out), "held_out_questions": 5}
+        rollout = {"questions_per_step": 4, "group_size": 2}
+        tree = {"data": data, "model": {"path": str(policy)}, "rollout": rollout}
+        small = {"training": {"mini_batch_size": 8, "steps": 2}}
+        return load_inputs(resolve("tiny", tree | small), tmp_path)
+
+    store = cast(ObjectStore, OneRun())
+    record_run(store, "run", inputs(), None)
+    check_resumable(store, "run", inputs())
+    if changed == "model.path":
+        weights = load_file(policy / "model.safetensors")
+        weights["model.norm.weight"] += 1
+        save_file(weights, policy / "model.safetensors", {"format": "pt"})
+    else:
+        rows[train if changed == "data.train" else held_out][-1]["answer"] = "another"
+    with pytest.raises(ConfigError, match=f"{changed} had other contents"):
+        check_resumable(store, "run", inputs())

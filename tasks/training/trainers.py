@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from distributed import Client, Future
 from distributed.scheduler import KilledWorker
 
-from tasks.cluster import ANSWER_S, TRAINER, Log, restart, submit_to, workers_with
+from tasks.cluster import ANSWER_S, TRAINER, Log, restart, submit_to, workers_of, workers_with
 from tasks.errors import (
     ClusterError,
     GangError,
@@ -288,7 +288,7 @@ class Trainers:
                 future = ended.get(timeout=LOOK_S)
             except Empty:
                 counts = self._coordinator.beats(epoch, len(members))
-                silent = silence.look(counts, time.monotonic())
+                silent = silence.look(counts, self._seen(counts), time.monotonic())
                 if silent is not None:
                     restart(self._client, [members[silent.rank]])
                     self._break(silent.rank, silent.why(), stage, None)
@@ -304,6 +304,11 @@ class Trainers:
                 self._failed(rank, _error(future), stage, collective)
         self._raised.pop(stage, None)
         return [answers[rank] for rank in range(len(members))]
+
+    def _seen(self, counts: Sequence[int]) -> list[object]:
+        """When the scheduler last heard of each rank's worker; asked while one has yet to begin."""
+        workers = {} if all(counts) else workers_of(self._client)
+        return [workers.get(one, {}).get("last_seen") for one in self._gang.members]
 
     def _place(self, _: int) -> tuple[str, str]:
         return self._spec.run, self._spec.fence(self._gang.epoch)
