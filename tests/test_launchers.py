@@ -20,11 +20,12 @@ import pytest
 import uvicorn
 from distributed import Client
 
+from infra import elastic
 from infra.cluster import connect, start_scheduler, wait_for_workers, workers_present
 from infra.elastic import base_workers, growth
 from infra.processes import ROOT, ProcessGroup
 from infra.slurm import SlurmPool
-from tasks.cluster import ROLLOUT, TRAINER, WorkerPool
+from tasks.cluster import ROLLOUT, TRAINER, WorkerPool, workers_with
 from tasks.config import TrainConfig
 from tasks.config_cluster import ClusterConfig, KubernetesConfig, SlurmConfig
 from tasks.errors import ClusterError
@@ -178,6 +179,26 @@ def test_a_run_takes_its_workers_from_the_launcher_and_gives_them_back(
         assert workers_present(client) == {ROLLOUT: 1, TRAINER: 1}
     assert eventually(lambda: not launcher.living(), 20)
     assert eventually(lambda: workers_present(client) == {ROLLOUT: 0, TRAINER: 0}, 20)
+
+
+def test_a_launched_worker_that_ends_is_made_up_for(
+    launcher: Launcher,
+    scheduler: str,
+    client: Client,
+    object_store: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its node fails, or its time is over."""
+    monkeypatch.setattr(elastic, "TOP_UP_S", 0.5)
+    config = _config(launcher, scheduler, object_store, tmp_path / "policy")
+    with base_workers(config.cluster, tmp_path):
+        wait_for_workers(client, 1, 1, START_S)
+        (trainer,) = workers_with(client, TRAINER)
+        client.retire_workers([trainer], close_workers=True, remove=True)
+        assert eventually(lambda: workers_with(client, TRAINER) not in ([], [trainer]), START_S)
+        assert workers_present(client) == {ROLLOUT: 1, TRAINER: 1}
+    assert eventually(lambda: not launcher.living(), 20)
 
 
 def _grow_and_shrink(

@@ -24,7 +24,7 @@ from tasks.rollout.queue import (
     WORKER_SILENT_S,
     UnitQueue,
 )
-from tasks.rollout.scaling import Change, Limits, Load, decide
+from tasks.rollout.scaling import Change, Limits, Load, Starts, decide
 from tasks.rollout.trajectory import GroupSummary, TrajectorySummary
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
@@ -399,6 +399,25 @@ LIMITS = st.builds(
     st.floats(1, 300),
     st.floats(1, 300),
 )
+
+
+def test_workers_that_end_as_they_start_are_asked_for_ever_more_rarely() -> None:
+    starts, now, waits = Starts(), 0.0, []
+    for number in range(9):
+        assert starts.may(now)
+        starts.asked_for([f"w{number}"])
+        assert starts.look([f"w{number}"], [], now) is None, "it is on its way"
+        wait = starts.look([], [], now)
+        assert wait is not None
+        waits.append(wait)
+        assert not starts.may(now + wait - 1)
+        now += wait
+    assert waits == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    starts.asked_for(["good"])
+    assert starts.look(["good"], ["good"], now) is None
+    assert starts.look([], [], now) is None, "one that has served may end"
+    starts.asked_for(["bad"])
+    assert starts.look([], [], now) == 5, "from the beginning"
 
 
 @given(load=LOADS, limits=LIMITS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from distributed import Client
@@ -9,7 +10,7 @@ from distributed import Client
 from tasks.cluster import ROLLOUT, Log, WorkerPool, names_of, scheduler_errors
 from tasks.config_cluster import ClusterConfig
 from tasks.rollout.board import FlowQueue
-from tasks.rollout.scaling import Limits, Load, decide
+from tasks.rollout.scaling import Limits, Load, Starts, decide
 
 
 class Scaler:
@@ -29,6 +30,7 @@ class Scaler:
         self._limits = Limits(
             least, cluster.rollout_workers_most or least, cluster.drain_s, cluster.idle_s
         )
+        self._starts = Starts()
         self._retired: dict[str, str] = {}  # address -> Dask name
 
     def look(self, has_ended: Callable[[str], bool], is_out: Callable[[str], bool]) -> None:
@@ -66,7 +68,15 @@ class Scaler:
             idle,
         )
         change = decide(load, self._limits)
-        if change.start:
+        now = time.monotonic()
+        wait = self._starts.look(ours, {names[one] for one in serving if one in names}, now)
+        if wait is not None:
+            self._log.warning(
+                "rollout workers that were started ended before they served, see their logs; no "
+                "more are started for %.0f s",
+                wait,
+            )
+        if change.start and self._starts.may(now):
             self._log.info(
                 "%d units wait for %d rollout workers: %d more are started",
                 load.outstanding,
@@ -74,6 +84,7 @@ class Scaler:
                 change.start,
             )
             self._pool.start(change.start)
+            self._starts.asked_for(set(self._pool.names()) - ours)
         for address in change.retire:
             # The queue has the last word: a unit may have been given to it meanwhile.
             if self._queue.retire(address):

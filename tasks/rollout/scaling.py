@@ -1,9 +1,9 @@
-"""How many rollout workers a run should have: a pure function of its queue and its limits."""
+"""How many rollout workers a run should have, and how soon more may be asked for: pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -69,3 +69,43 @@ def decide(load: Load, limits: Limits) -> Change:
         key=lambda worker: (-load.idle[worker], worker),
     )
     return Change(retire=tuple(tired[: max(0, surplus)]))
+
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 300.0
+
+
+class Starts:
+    """Workers that were asked for, and how long to wait before more are where they do not last.
+
+    One whose machine, image or environment is wrong ends as it starts; asked for again at every
+    look, it would fill a batch system's queue.
+    """
+
+    def __init__(self) -> None:
+        self._unproven: set[str] = set()
+        self._ended_early = 0
+        self._not_before = 0.0
+
+    def asked_for(self, names: Iterable[str]) -> None:
+        self._unproven |= set(names)
+
+    def look(self, alive: Collection[str], proven: Collection[str], now: float) -> float | None:
+        """Takes which of all workers live, and which have come to serve.
+
+        Returns the seconds that no more are to be asked for, where some have just ended early.
+        """
+        came = self._unproven & set(proven)
+        ended = self._unproven - came - set(alive)
+        self._unproven -= came | ended
+        if came:
+            self._ended_early = 0
+        if not ended:
+            return None
+        self._ended_early += 1
+        wait = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._ended_early - 1))
+        self._not_before = now + wait
+        return wait
+
+    def may(self, now: float) -> bool:
+        """Whether more may be asked for."""
+        return now >= self._not_before
