@@ -332,6 +332,12 @@ def set_silent(seconds: float) -> float:
     return before
 
 
+def set_frozen(seconds: float) -> float:
+    """The same of how long Dask may not have heard of one."""
+    before, board.FROZEN_S = board.FROZEN_S, seconds
+    return before
+
+
 class NoopTrainers(Trainers):
     """Calls its ranks as `Trainers` does; they read and take apart their groups, and no more."""
 

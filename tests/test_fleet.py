@@ -269,6 +269,31 @@ def test_a_worker_that_dies_before_it_samples_holds_nothing_up(
     assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
 
 
+def test_workers_that_freeze_before_they_ask_for_anything_are_started_again(
+    client: Client, config: TrainConfig, object_store: ObjectStore
+) -> None:
+    """The queue has never heard of them; only Dask has."""
+    assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
+    workers = workers_with(client, ROLLOUT)
+    pids = _pids(client, workers)
+    before = client.run_on_scheduler(noop.set_frozen, 6.0)
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        with _fleet(client, config, object_store.location, "frozen-first") as fleet:
+            units = _units(0, 12, version=0)
+            fleet.offer(units)
+            thread, groups, errors = _collect_in_thread(fleet, units)
+            thread.join(90)
+            assert not thread.is_alive()
+            assert not errors
+            assert [g.unit_id for g in groups] == _ids(units)
+    finally:
+        client.run_on_scheduler(noop.set_frozen, before)
+    assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
+    assert not set(workers) & set(workers_with(client, ROLLOUT))
+
+
 def test_trainer_workers_belong_to_one_open_run(client: Client) -> None:
     (trainer,) = workers_with(client, TRAINER)
     with closing(FlowQueue(client, "first")) as first:

@@ -24,7 +24,7 @@ from distributed import Client, Scheduler, Worker
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.utils import sync
 
-from tasks.cluster import TRAINER, ask_scheduler
+from tasks.cluster import ROLLOUT, TRAINER, ask_scheduler
 from tasks.errors import RunClosed, SchedulerLost
 from tasks.rollout.queue import WORKER_SILENT_S, UnitQueue, Wire
 from tasks.training.claims import Claim, claim
@@ -33,6 +33,9 @@ POLL_S = 2.0
 """Seconds a long poll lasts at most."""
 LEASE_S = 60.0
 """Seconds a run stays open without a sign of life from its flow."""
+FROZEN_S = 40.0
+"""Seconds without a heartbeat of Dask's own after which a worker is taken for frozen. Longer than a
+worker's loop may be silent: an import or a load may hold the interpreter for a while."""
 RENEW_S = 10.0
 """Seconds between two of them."""
 
@@ -104,6 +107,7 @@ class QueueBoard(SchedulerPlugin):
             self.kindling_renew,
             self.kindling_alive,
             self.kindling_load,
+            self.kindling_frozen,
             self.kindling_retire,
             self.kindling_claim_trainers,
             self.kindling_close,
@@ -211,6 +215,18 @@ class QueueBoard(SchedulerPlugin):
             "idle": queue.idle(time.monotonic()),
         }
 
+    async def kindling_frozen(self, run: str, token: str) -> list[str]:
+        """Rollout workers that Dask itself has not heard of for `FROZEN_S`: also those that have
+        never asked for a unit."""
+        self._get(run, token)
+        assert self._scheduler is not None
+        heard_of = time.time() - FROZEN_S
+        return [
+            worker.address
+            for worker in self._scheduler.workers.values()
+            if worker.resources.get(ROLLOUT) and worker.last_seen < heard_of
+        ]
+
     async def kindling_retire(self, run: str, token: str, worker: str) -> bool:
         """Gives a worker no more units unless it holds some; whether it does not."""
         state = self._get(run, token)
@@ -307,6 +323,10 @@ class FlowQueue:
 
     def load(self) -> Wire:
         return self._call("kindling_load")
+
+    def frozen(self) -> list[str]:
+        """Addresses of rollout workers that give no sign of life at all."""
+        return self._call("kindling_frozen")
 
     def retire(self, worker: str) -> bool:
         """Whether the worker holds no unit; it then gets none any more, and its loop ends."""
