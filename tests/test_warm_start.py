@@ -296,6 +296,8 @@ def test_the_shipped_policy_is_what_it_should_be(tokenizer: Any) -> None:
     files = [path for path in SHIPPED.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 4_000_000
     provenance = json.loads((SHIPPED / PROVENANCE).read_text())
+    while (base := provenance["base_provenance"]) is not None:
+        provenance = base  # it was made in several goes
     assert provenance["base"] == TINY_NEW
     assert WarmStartConfig.model_validate(provenance["config"]["model"]["warm_start"]).worlds > 0
     with safe_open(SHIPPED / "model.safetensors", "pt") as weights:

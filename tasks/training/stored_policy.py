@@ -226,8 +226,10 @@ def _demonstrations(order: Order, store: ObjectStore, tokenizer: Any) -> list[De
 
 
 def _origin(order: Order, folder: Path, made: Sequence[Demonstration]) -> dict[str, Any]:
+    base = folder / PROVENANCE
     return {
         "base": order.config.model.path,
+        "base_provenance": json.loads(base.read_text()) if base.is_file() else None,
         "config": order.config.model_dump(mode="json"),
         "digests": {
             "base": provenance.digest_of_model(folder),
