@@ -1,5 +1,5 @@
-"""Services under a run: one that freezes for a while is waited for, one that dies ends the run, which
-is resumed on new ones; the same bits."""
+"""Services under a run: one that freezes for a while is waited for; one that dies ends the run, and
+it is resumed on new ones. The same bits."""
 
 from __future__ import annotations
 
