@@ -414,6 +414,24 @@ def test_workers_whose_loops_all_break_end_the_run(
     assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
 
 
+def test_a_pool_leaves_the_names_of_others_alone(
+    client: Client, config: TrainConfig, tmp_path: Path
+) -> None:
+    """Dask refuses a worker whose name is taken, so that it would end as it starts."""
+    assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
+    fewer = {"rollout_workers": 1, "rollout_workers_most": 3}
+    cluster = config.cluster.model_copy(update=fewer)
+    assert client.scheduler is not None
+    pool = LocalPool(str(client.scheduler.addr), cluster, tmp_path)
+    try:
+        pool.start(1)
+        assert pool.names() == [f"rollout-{WORKERS}"]
+        assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS + 1, 30)
+    finally:
+        pool.close()
+    assert eventually(lambda: len(workers_with(client, ROLLOUT)) == WORKERS, 30)
+
+
 @pytest.mark.timeout(300)
 def test_a_run_grows_while_work_waits_and_shrinks_when_it_is_done(
     client: Client, config: TrainConfig, object_store: ObjectStore, tmp_path: Path
