@@ -240,13 +240,8 @@ class QueueBoard(SchedulerPlugin):
         now = time.monotonic()
         others = {n: r.trainers for n, r in self._runs.items() if n != run and r.deadline > now}
         assert self._scheduler is not None
-        # One that is frozen is there, and would keep a gang from forming.
-        heard_of = time.time() - WORKER_SILENT_S
-        offering = [
-            worker
-            for worker in self._scheduler.workers.values()
-            if worker.resources.get(TRAINER) and worker.last_seen > heard_of
-        ]
+        # Also one that is frozen: whoever calls it finds that out, and has it started again.
+        offering = [w for w in self._scheduler.workers.values() if w.resources.get(TRAINER)]
         present = [w.address for w in sorted(offering, key=lambda worker: str(worker.name))]
         made = claim(size, present, state.trainers, others)
         state.trainers = made.workers
