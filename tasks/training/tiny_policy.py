@@ -3,12 +3,6 @@
 The tokenizer is a byte-level BPE trained on the miniature until nearly every word is one token, so
 copying a name is copying two tokens, while any other text still encodes. The protocol's tags are
 single tokens here; nothing relies on that (Qwen's tokenizer splits them).
-
-The policy that ships (deployments/policies/tiny) was made of it, with the settings in its
-provenance.json, by
-
-    python -m flows.warm_start --preset tiny --base tiny-new --output FOLDER \
-        --set model.warm_start.demonstrations=36000 ...
 """
 
 from __future__ import annotations
