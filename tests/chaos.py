@@ -8,10 +8,10 @@ rollout worker, a trainer rank or the flow itself is killed (SIGKILL), or one of
 the same run is made undisturbed, and compared: checkpoint, every version's tensors, the groups
 accepted. Also that `verify` finds no fault, and that no process is left.
 
-Measured on 2 cores of an AMD EPYC (2026-11-30), 50 deaths with seed 0: 16 rollout workers, 14 ranks
-killed and 13 frozen, 7 flows. The same bits; the run stood still for 4.5 s in the median, frozen
-ranks for 31 s (20 s of them until they count as silent), and once for 97 s, of which 60 s went to a
-worker that an earlier gang still held (`member.LET_GO_S`, 15 s since then).
+Measured on 2 cores of an Intel Xeon (2026-11-30) beside another training, 50 deaths with seed 0: 14
+rollout workers killed and 10 frozen, 13 ranks killed and 3 frozen, 10 flows. The same bits, nothing
+left running; it stood still for 8.4 s in the median, where ranks were frozen for 36 s in the mean
+(20 s of them until they count as silent), 66 s at most.
 """
 
 from __future__ import annotations
