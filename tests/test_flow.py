@@ -393,6 +393,7 @@ def test_a_run_whose_flow_dies_twice_reaches_the_same_bits(
 
     flow = chaos.begin(EXACT, run)
     _until(lambda: _head_version(store, run) >= 2, 120, flow)
+    flow.send_signal(signal.SIGSTOP)  # else it might be through before it is killed
     with pytest.raises(RunClosed, match="already open"):
         train(preset="tiny", overrides=overrides(EXACT), resume=run)
     flow.kill()
