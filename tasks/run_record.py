@@ -37,8 +37,9 @@ def record_key(run: str) -> str:
 
 
 def recorded(store: ObjectStore, name: str) -> dict[str, Any] | None:
-    """What was written down of a run when it began: its config, and the prefix of the policy it
-    was warm-started to (null for none). None where there is no such run."""
+    """What was written down of a run when it began: its config, the digests of what that names, and
+    the prefix of the policy it was warm-started to (null for none). None where there is no such
+    run."""
     return json.loads(store.get(record_key(name))) if store.exists(record_key(name)) else None
 
 

@@ -196,7 +196,9 @@ class Chaos:
 
     def _victim(self, client: Client, resource: str) -> int:
         """The process of a worker; waits for one where the last one killed is not back yet."""
+        deadline = time.monotonic() + 2 * LIMIT_S
         while True:
+            assert time.monotonic() < deadline, f"no {resource} worker for {2 * LIMIT_S:g} s"
             present = workers_with(client, resource)
             with suppress(OSError):  # it is the one that was killed, and is just being missed
                 if present:
