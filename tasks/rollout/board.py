@@ -64,8 +64,8 @@ class _OpenRun:
     trainers: tuple[str, ...] = ()
     done_had: int = 0
     events_had: int = 0
-    # Two, so that a result wakes the flow and not every idle worker.
-    work: asyncio.Event = field(default_factory=asyncio.Event)
+    # One for each worker that waits for work, so that a result wakes the flow and not all of them.
+    waiting: dict[str, asyncio.Event] = field(default_factory=dict)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def forget(self, done: int, events: int) -> None:
@@ -74,10 +74,21 @@ class _OpenRun:
         del self.events[: events - self.events_had]
         self.done_had, self.events_had = done, events
 
+    async def work_for(self, worker: str) -> bool:
+        """Waits until there may be work for this worker; False after `POLL_S`."""
+        event = self.waiting[worker] = asyncio.Event()
+        return await _set_in_time(event)
+
     def wake_workers(self) -> None:
         """Wakes the workers that wait now; whoever comes later waits for the next change."""
-        self.work.set()
-        self.work = asyncio.Event()
+        for event in self.waiting.values():
+            event.set()
+        self.waiting.clear()
+
+    def wake_worker(self, worker: str) -> None:
+        """Wakes one, if it waits."""
+        if (event := self.waiting.pop(worker, None)) is not None:
+            event.set()
 
     def wake_flow(self) -> None:
         self.news.set()
@@ -165,7 +176,7 @@ class QueueBoard(SchedulerPlugin):
     ) -> Wire:
         """At most `count` units, with `wait` none only after `POLL_S`; and what to cancel."""
         units = self._pull(run, token, worker, count)
-        if not units and wait and await _set_in_time(self._get(run, token).work):
+        if not units and wait and await self._get(run, token).work_for(worker):
             units = self._pull(run, token, worker, count)
         queue = self._get(run, token).queue
         retired = worker in queue.retired
@@ -184,6 +195,8 @@ class QueueBoard(SchedulerPlugin):
         state = self._get(run, token)
         for result in results:
             state.queue.complete(worker, result, time.monotonic())
+        # It asks for its next unit while it hands in the last one, which still counts as its share.
+        state.wake_worker(worker)
         state.wake_flow()
 
     async def kindling_fail(
