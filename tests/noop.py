@@ -40,8 +40,7 @@ from tasks.rollout.worker import Resident, RolloutSpec
 from tasks.store import ObjectStore
 from tasks.training.batching import plan_update
 from tasks.training.claims import Claim, claim
-from tasks.training.gang import RankReady, advance
-from tasks.training.member import TrainerSpec
+from tasks.training.member import Meeting, TrainerSpec
 from tasks.training.policy import load_tokenizer
 from tasks.training.trainers import Trainers
 from tasks.warm import this_worker, warm
@@ -350,21 +349,24 @@ class NoopTrainers(Trainers):
         self._version = -1
 
     def _stand(self) -> None:
-        if self._gang.state == "waiting":
-            self._await_workers()
-            for rank in range(self._gang.size):
-                self._gang = advance(self._gang, RankReady(self._gang.epoch, rank))
+        if not self._epochs.running:
+            self._epochs.gather()
+            self._epochs.meet(noop_form)
 
     def update(self, step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
         self._stand()
-        return self._call(
+        return self._epochs.call(
             f"update-{step}", noop_update, self._spec, self._shape, step, list(groups)
         )[0]
 
     def publish(self, trained: int) -> Published:
         self._stand()
         self._version += 1
-        return self._call(f"publish-{trained}", noop_publish, self._version)[0]
+        return self._epochs.call(f"publish-{trained}", noop_publish, self._version)[0]
+
+
+def noop_form(spec: TrainerSpec, meeting: Meeting) -> None:
+    """Has nobody to meet."""
 
 
 def noop_update(
