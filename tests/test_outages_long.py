@@ -1,5 +1,5 @@
-"""Services under a run: one that freezes for a while is waited for; one that dies ends the run, and
-it is resumed on new ones. The same bits."""
+"""Services under a run: one that is away for a while, frozen or dead, is waited for; one that stays
+dead ends the run, and it is resumed on new ones. The same bits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.client.orchestration import get_client
 
+from infra.prefect_server import using_api
 from infra.state import read_record
 from tasks.store import ObjectStore
 from tests import chaos
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 STEPS = 5
@@ -59,6 +62,14 @@ def _midway(store: ObjectStore, flow: subprocess.Popen[bytes], before: set[str])
         threading.Event().wait(0.1)
 
 
+def _freeze(family: list[psutil.Process]) -> None:
+    for one in family:
+        one.send_signal(signal.SIGSTOP)
+    threading.Event().wait(OUTAGE_S)
+    for one in family:
+        one.send_signal(signal.SIGCONT)
+
+
 @pytest.mark.parametrize("service", ["store", "prefect", "scheduler"])
 def test_a_service_that_freezes(
     home: Path, stage: chaos.Chaos, undisturbed: str, service: str
@@ -67,14 +78,43 @@ def test_a_service_that_freezes(
     flow = chaos.begin(chaos.settings(STEPS))
     name = _midway(stage.store, flow, before)
     process = _child(home, service)
-    family = [process, *process.children(recursive=True)]
-    for one in family:
-        one.send_signal(signal.SIGSTOP)
-    threading.Event().wait(OUTAGE_S)
-    for one in family:
-        one.send_signal(signal.SIGCONT)
+    _freeze([process, *process.children(recursive=True)])
     assert flow.wait(300) == 0, "it is waited for"
     chaos.check(stage.store, name, undisturbed, STEPS)
+
+
+def _task_states(home: Path) -> list[str | None]:
+    """Of all tasks of all flow runs, as Prefect shows them."""
+    record = read_record(home)
+    assert record is not None
+    with using_api(record.prefect_api), get_client(sync_client=True) as api:
+        return [task.state_name for task in api.read_task_runs()]
+
+
+def _kill_and_start_again(family: list[psutil.Process]) -> None:
+    """What a supervisor does: the same command, so at the same address, on the same files."""
+    first = family[0]
+    command, folder, variables = first.cmdline(), first.cwd(), first.environ()
+    for one in reversed(family):
+        one.kill()
+    threading.Event().wait(OUTAGE_S)
+    # Its variables hold the token by which `down` finds it in the end.
+    subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True)
+
+
+@pytest.mark.parametrize("service", ["store", "prefect"])
+def test_a_service_that_dies_and_is_started_again(tmp_path: Path, service: str) -> None:
+    with chaos.standing(tmp_path):
+        stage = chaos.Chaos(tmp_path, seed=0)
+        undisturbed = stage.run(chaos.settings(STEPS), kills=0)
+        before = chaos.runs(stage.store)
+        flow = chaos.begin(chaos.settings(STEPS))
+        name = _midway(stage.store, flow, before)
+        process = _child(tmp_path, service)
+        _kill_and_start_again([process, *process.children(recursive=True)])
+        assert flow.wait(300) == 0, "it is waited for"
+        chaos.check(stage.store, name, undisturbed, STEPS)
+        assert eventually(lambda: set(_task_states(tmp_path)) == {"Completed"}, 60), "in the UI too"
 
 
 # Prefect's client waits about 70 s for its server to come back, at each of the last three calls.
