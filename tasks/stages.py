@@ -79,7 +79,7 @@ class Released:
 
 
 def _gang_broke(task: Any, task_run: Any, state: State[Any]) -> bool:
-    """Whether a stage failed because a trainer rank did: it is tried again, with a new gang."""
+    """Whether a stage failed because a trainer worker did: it is tried again, on what is there."""
     return isinstance(state.result(raise_on_failure=False), GangError)
 
 
@@ -90,7 +90,7 @@ gang_task = task(
     retry_delay_seconds=RETRY_AFTER_S,
     retry_condition_fn=_gang_broke,
 )
-"""A stage on the trainer gang. A broken gang shows as this task's retry, with its reason."""
+"""A stage on trainer workers. That one was lost shows as this task's retry, with its reason."""
 
 
 def base_policy(cluster: Attached, inputs: Inputs, resume: str | None = None) -> str | None:
@@ -115,7 +115,7 @@ def base_policy(cluster: Attached, inputs: Inputs, resume: str | None = None) ->
     return prefix
 
 
-@task(name="warm-start", cache_policy=NO_CACHE, persist_result=False)
+@gang_task
 def warm_start(make: Callable[[], None]) -> None:
     """Fine-tunes the run's first policy on demonstrations."""
     make()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import secrets
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from blake3 import blake3
+from distributed import Client
 from safetensors.torch import load_file
 
 from infra.cluster import connect, start_scheduler, start_worker, wait_for_workers
@@ -22,11 +25,12 @@ from tasks.cluster import TRAINER, Attached
 from tasks.config import TrainConfig
 from tasks.data.hotpotqa import load_questions
 from tasks.data.questions import pool
-from tasks.errors import ClusterError, IntegrityError
+from tasks.errors import ClusterError, GangError, IntegrityError
 from tasks.inputs import load_inputs
 from tasks.presets import resolve
 from tasks.retrieval.bm25 import build
 from tasks.retrieval.stored import store_index
+from tasks.rollout import board
 from tasks.rollout.board import FlowQueue
 from tasks.store import ObjectStore
 from tasks.training import stored_policy
@@ -34,6 +38,8 @@ from tasks.training.policy import load_tokenizer, resolve_model_dir
 from tasks.training.progress import StoredProgress
 from tasks.training.stored_policy import Order
 from tasks.weights.final import fetch_checkpoint
+from tests import noop
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -210,3 +216,44 @@ def test_two_flows_make_a_policy_once_and_on_a_worker_that_no_gang_has(
     said = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith(f"another flow makes policy {prefix}") for line in said) == 1
     assert sum(line.startswith(f"warm start: step {STEPS} of {STEPS}") for line in said) == 1
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_lost_costs_the_work_since_the_last_state(
+    object_store: ObjectStore,
+    config: TrainConfig,
+    cache: Path,
+    scheduler: str,
+    fault: signal.Signals,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its nanny starts another, on which the next try goes on."""
+    changes = {"demonstrations": 4000, "induction_steps": 0}
+    assert config.model.warm_start is not None
+    warm = config.model.warm_start.model_copy(update=changes)
+    model = config.model.model_copy(update={"warm_start": warm})
+    inputs = load_inputs(config.model_copy(update={"model": model}), cache)
+    prefix = f"policies/{secrets.token_hex(8)}/"
+    caplog.set_level(logging.INFO)
+    log = logging.getLogger("tests.policy")
+
+    def pids(client: Client) -> list[int]:
+        return list(cast("dict[str, int]", client.run(os.getpid)).values())
+
+    with connect(scheduler, 20) as client:
+        (worker,) = pids(client)
+        try:
+            with ThreadPoolExecutor(1) as flow:
+                attached = Attached(client, object_store.location, cache, log)
+                made = flow.submit(stored_policy.make_policy, attached, inputs, prefix)
+                assert eventually(lambda: made.done() or "warm start: step" in caplog.text, 60)
+                assert not made.done(), made.exception()
+                # Only now: importing torch may keep a worker from its heartbeats for as long.
+                client.run_on_scheduler(noop.set_frozen, 4.0)
+                os.kill(worker, fault)
+                with pytest.raises(GangError, match=r"died|froze"):
+                    made.result(60)
+        finally:
+            client.run_on_scheduler(noop.set_frozen, board.FROZEN_S)
+        wait_for_workers(client, rollout=0, trainer=1, wait_s=60)
+        assert pids(client) != [worker]

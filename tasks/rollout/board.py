@@ -24,7 +24,7 @@ from distributed import Client, Scheduler, Worker
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.utils import sync
 
-from tasks.cluster import ROLLOUT, TRAINER, ask_scheduler
+from tasks.cluster import TRAINER, ask_scheduler
 from tasks.errors import RunClosed, SchedulerLost
 from tasks.rollout.queue import WORKER_SILENT_S, UnitQueue, Wire
 from tasks.training.claims import Claim, claim
@@ -228,16 +228,16 @@ class QueueBoard(SchedulerPlugin):
             "idle": queue.idle(time.monotonic()),
         }
 
-    async def kindling_frozen(self, run: str, token: str) -> list[str]:
-        """Rollout workers that Dask itself has not heard of for `FROZEN_S`: also those that have
-        never asked for a unit."""
+    async def kindling_frozen(self, run: str, token: str, resource: str) -> list[str]:
+        """Workers with a resource that Dask itself has not heard of for `FROZEN_S`: also those that
+        have never asked for a unit."""
         self._get(run, token)
         assert self._scheduler is not None
         heard_of = time.time() - FROZEN_S
         return [
             worker.address
             for worker in self._scheduler.workers.values()
-            if worker.resources.get(ROLLOUT) and worker.last_seen < heard_of
+            if worker.resources.get(resource) and worker.last_seen < heard_of
         ]
 
     async def kindling_retire(self, run: str, token: str, worker: str) -> bool:
@@ -332,9 +332,9 @@ class FlowQueue:
     def load(self) -> Wire:
         return self._call("kindling_load")
 
-    def frozen(self) -> list[str]:
-        """Addresses of rollout workers that give no sign of life at all."""
-        return self._call("kindling_frozen")
+    def frozen(self, resource: str) -> list[str]:
+        """Addresses of workers with a resource that give no sign of life at all."""
+        return self._call("kindling_frozen", resource=resource)
 
     def retire(self, worker: str) -> bool:
         """Whether the worker holds no unit; it then gets none any more, and its loop ends."""

@@ -214,7 +214,7 @@ class Fleet:
     def _serve_everywhere(self) -> None:
         """Starts the loop on rollout workers that do not run it, and looks after those that do."""
         self._look_again = time.monotonic() + LOOK_AGAIN_S
-        for address in self._queue.frozen():
+        for address in self._queue.frozen(ROLLOUT):
             self._log.warning("rollout worker %s is frozen: its process is started again", address)
             restart(self._client, [address])
         names = names_of(self._client, ROLLOUT)

@@ -15,17 +15,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from distributed.scheduler import KilledWorker
 
-from tasks.cluster import Attached, submit_to
+from tasks.cluster import TRAINER, Attached, restart, submit_to
 from tasks.config import TrainConfig
 from tasks.data.questions import Question
-from tasks.errors import ClusterError, RunClosed
+from tasks.errors import ClusterError, GangError, RunClosed
 from tasks.inputs import Inputs, ensure_index
 from tasks.retrieval.opening import open_retriever
 from tasks.rollout.board import FlowQueue, keep_open
@@ -83,6 +84,7 @@ def make_policy(cluster: Attached, inputs: Inputs, prefix: str) -> None:
 
     Raises:
         ClusterError: there is no trainer worker, or all of them are in use, for cluster.wait_s.
+        GangError: the worker died or froze; the next call goes on from the last state saved.
         ConfigError, NotFiniteError, RetrieverError: as `demonstrations_of` and `warm_start`.
     """
     store = ObjectStore(cluster.store)
@@ -90,7 +92,7 @@ def make_policy(cluster: Attached, inputs: Inputs, prefix: str) -> None:
     with _alone(cluster, store, prefix) as queue:
         if queue is not None:
             worker = _claimed(queue, inputs.config.cluster.wait_s)
-            _have_made(cluster, store, inputs, prefix, worker)
+            _have_made(cluster, store, inputs, prefix, worker, queue)
 
 
 @contextmanager
@@ -131,9 +133,15 @@ def _claimed(queue: FlowQueue, wait_s: float) -> str:
 
 
 def _have_made(
-    cluster: Attached, store: ObjectStore, inputs: Inputs, prefix: str, worker: str
+    cluster: Attached,
+    store: ObjectStore,
+    inputs: Inputs,
+    prefix: str,
+    worker: str,
+    queue: FlowQueue,
 ) -> None:
-    """Has the worker make the policy, and waits for it."""
+    """Has the worker make the policy, and waits for it; one that freezes has its process started
+    again."""
     if inputs.trajectories:
         store.put(_beside(prefix, "trajectories.jsonl"), inputs.trajectories)
     cache = str(cluster.cache_dir)
@@ -148,7 +156,16 @@ def _have_made(
     try:
         # A key of this flow's own: the work of one that was cancelled may just be stopping.
         key = f"warm-start-{prefix}{secrets.token_hex(4)}"
-        submit_to(cluster.client, worker, key, _make_here, order, cluster.store).result()
+        made = submit_to(cluster.client, worker, key, _make_here, order, cluster.store)
+        while made.status == "pending":
+            with suppress(TimeoutError):
+                made.result(timeout=LOOK_AGAIN_S)
+            if worker in queue.frozen(TRAINER):
+                restart(cluster.client, [worker])
+                raise GangError(f"trainer worker {worker} froze while it made policy {prefix}")
+        made.result()
+    except KilledWorker as error:
+        raise GangError(f"trainer worker {worker} died while it made policy {prefix}") from error
     finally:
         cluster.client.unsubscribe_topic(TOPIC)
 
