@@ -61,7 +61,8 @@ class SchedulerLost(ClusterError, ConnectionError):
 
 
 class GangError(KindlingError, RuntimeError):
-    """A trainer rank is missing, runs on the wrong worker or belongs to an older epoch."""
+    """A trainer worker died, froze or failed, or serves another epoch by now: the stage is tried
+    again on what is there."""
 
 
 class WorkerBusy(GangError):

@@ -35,8 +35,8 @@ T = TypeVar("T")
 MAY_FAIL = 0.25
 """Share of a step's questions that may be given up and made up for; more are no accident."""
 RETRY_AFTER_S = [0.5, 10.0, 30.0]
-"""Waits before a stage forms the gang anew; no more than these: a batch that kills its ranks must
-not do so for ever."""
+"""Waits before a stage that has lost a trainer worker is tried again; no more than these: a batch
+that kills its ranks must not do so for ever."""
 
 
 def at(stage: Task[Any, T], step: int) -> Task[Any, T]:
@@ -115,7 +115,7 @@ def base_policy(cluster: Attached, inputs: Inputs, resume: str | None = None) ->
     return prefix
 
 
-@gang_task
+@partial(gang_task, name="warm-start")
 def warm_start(make: Callable[[], None]) -> None:
     """Fine-tunes the run's first policy on demonstrations."""
     make()

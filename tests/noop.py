@@ -38,6 +38,7 @@ from tasks.rollout.trajectory import (
 )
 from tasks.rollout.worker import Resident, RolloutSpec
 from tasks.store import ObjectStore
+from tasks.training import stored_policy
 from tasks.training.batching import plan_update
 from tasks.training.claims import Claim, claim
 from tasks.training.member import Meeting, TrainerSpec
@@ -335,6 +336,11 @@ def set_frozen(seconds: float) -> float:
     """The same of how long Dask may not have heard of one."""
     before, board.FROZEN_S = board.FROZEN_S, seconds
     return before
+
+
+def set_save_every(seconds: float) -> None:
+    """Has the warm starts of this worker save their state as often as that."""
+    stored_policy.SAVE_EVERY_S = seconds
 
 
 class NoopTrainers(Trainers):

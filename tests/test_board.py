@@ -10,13 +10,21 @@ import pytest
 from distributed import Scheduler
 
 from tasks.errors import RunClosed
+from tasks.rollout import board as board_module
 from tasks.rollout.board import QueueBoard
 from tasks.rollout.queue import Wire
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(60)]
 
+SOON_S = 5.0
 RUN = {"run": "r", "token": "t"}
 A, B = "tcp://a", "tcp://b"
+
+
+@pytest.fixture(autouse=True)
+def long_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing here comes of a poll's end."""
+    monkeypatch.setattr(board_module, "POLL_S", 60.0)
 
 
 async def _opened(units: int) -> QueueBoard:
@@ -55,7 +63,7 @@ def test_a_worker_that_waits_gets_its_next_unit_with_its_own_result() -> None:
         assert await _pull(board, A) == ["u0"]
         asked = await _waiting(board, A)
         await _complete(board, A, "u0")
-        assert await asked == ["u1"]
+        assert await asyncio.wait_for(asked, SOON_S) == ["u1"]
 
     asyncio.run(story())
 
@@ -73,7 +81,7 @@ def test_a_worker_that_waits_gets_what_comes_free(how: str) -> None:
                 board.remove_worker(cast("Scheduler", None), A)
             case _:
                 await board.kindling_fail(**RUN, worker=A, unit_id="u0", message="why")
-        assert await asked == ["u1" if how == "offered" else "u0"]
+        assert await asyncio.wait_for(asked, SOON_S) == ["u1" if how == "offered" else "u0"]
 
     asyncio.run(story())
 
@@ -84,8 +92,8 @@ def test_a_result_wakes_nobody_else() -> None:
         assert await _pull(board, A) == ["u0"]
         asked = await _waiting(board, B)
         await _complete(board, A, "u0")
-        await asyncio.sleep(0)
-        assert not asked.done()
+        done, _ = await asyncio.wait({asked}, timeout=0.2)
+        assert not done
         asked.cancel()
 
     asyncio.run(story())
@@ -98,6 +106,6 @@ def test_who_waits_is_told_at_once_that_the_run_is_closed() -> None:
         asked = await _waiting(board, A)
         await board.kindling_close(**RUN)
         with pytest.raises(RunClosed):
-            await asked
+            await asyncio.wait_for(asked, SOON_S)
 
     asyncio.run(story())

@@ -23,6 +23,7 @@ from typing import Any, cast
 from uuid import UUID, uuid4
 
 import httpx
+import prefect
 import pytest
 from distributed import Client
 from prefect.automations import Automation
@@ -46,7 +47,7 @@ from infra.state import read_record
 from infra.zombies import NAME, mark_zombies
 from tasks import stages
 from tasks.cluster import ROLLOUT, TRAINER, submit_to, workers_with
-from tasks.errors import ConfigError, MismatchError, RunClosed, SeedFailed, UnitFailed
+from tasks.errors import ConfigError, GangError, MismatchError, RunClosed, SeedFailed, UnitFailed
 from tasks.inputs import ensure_index, load_inputs
 from tasks.predecessor import mark_crashed
 from tasks.presets import Overrides, resolve
@@ -253,6 +254,22 @@ def test_zombies_are_marked_by_one_automation(home: Path) -> None:
     assert not mark_zombies(), "`up` has created it"
     found = cast(Automation, Automation.read(name=NAME))
     assert found.enabled
+
+
+def test_a_warm_start_that_lost_its_worker_is_tried_again(home: Path) -> None:
+    tries: list[int] = []
+
+    def make() -> None:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise GangError("its worker died")
+
+    @prefect.flow(name="tried-again")
+    def tried_again() -> None:
+        stages.warm_start(make)
+
+    tried_again()
+    assert tries == [0, 1]
 
 
 SLEEPER = """

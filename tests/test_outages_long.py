@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -91,15 +92,25 @@ def _task_states(home: Path) -> list[str | None]:
         return [task.state_name for task in api.read_task_runs()]
 
 
-def _kill_and_start_again(family: list[psutil.Process]) -> None:
+def _kill_and_start_again(family: list[psutil.Process], log: Path) -> None:
     """What a supervisor does: the same command, so at the same address, on the same files."""
     first = family[0]
     command, folder, variables = first.cmdline(), first.cwd(), first.environ()
     for one in reversed(family):
-        one.kill()
+        with suppress(psutil.NoSuchProcess):  # it ended with its children
+            one.kill()
     threading.Event().wait(OUTAGE_S)
     # Its variables hold the token by which `down` finds it in the end.
-    subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True)
+    with log.open("ab") as output:
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
 @pytest.mark.parametrize("service", ["store", "prefect"])
@@ -111,7 +122,8 @@ def test_a_service_that_dies_and_is_started_again(tmp_path: Path, service: str) 
         flow = chaos.begin(chaos.settings(STEPS))
         name = _midway(stage.store, flow, before)
         process = _child(tmp_path, service)
-        _kill_and_start_again([process, *process.children(recursive=True)])
+        log = tmp_path / "logs" / f"{service}.log"
+        _kill_and_start_again([process, *process.children(recursive=True)], log)
         assert flow.wait(300) == 0, "it is waited for"
         chaos.check(stage.store, name, undisturbed, STEPS)
         assert eventually(lambda: set(_task_states(tmp_path)) == {"Completed"}, 60), "in the UI too"

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 from collections.abc import Callable, Iterator
@@ -16,12 +17,11 @@ from typing import Any, cast
 import pytest
 import torch
 from blake3 import blake3
-from distributed import Client
 from safetensors.torch import load_file
 
 from infra.cluster import connect, start_scheduler, start_worker, wait_for_workers
 from infra.processes import ProcessGroup
-from tasks.cluster import TRAINER, Attached
+from tasks.cluster import TRAINER, Attached, workers_with
 from tasks.config import TrainConfig
 from tasks.data.hotpotqa import load_questions
 from tasks.data.questions import pool
@@ -218,42 +218,46 @@ def test_two_flows_make_a_policy_once_and_on_a_worker_that_no_gang_has(
     assert sum(line.startswith(f"warm start: step {STEPS} of {STEPS}") for line in said) == 1
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("fault", "how"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "froze")])
 def test_a_worker_that_is_lost_costs_the_work_since_the_last_state(
     object_store: ObjectStore,
     config: TrainConfig,
     cache: Path,
     scheduler: str,
     fault: signal.Signals,
+    how: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its nanny starts another, on which the next try goes on."""
-    changes = {"demonstrations": 4000, "induction_steps": 0}
     assert config.model.warm_start is not None
-    warm = config.model.warm_start.model_copy(update=changes)
+    longer = {"demonstrations": 1200, "induction_steps": 0}
+    warm = config.model.warm_start.model_copy(update=longer)
     model = config.model.model_copy(update={"warm_start": warm})
     inputs = load_inputs(config.model_copy(update={"model": model}), cache)
     prefix = f"policies/{secrets.token_hex(8)}/"
+    states = f"runs/{stored_policy.progress_name(prefix)}/checkpoints/"
     caplog.set_level(logging.INFO)
-    log = logging.getLogger("tests.policy")
-
-    def pids(client: Client) -> list[int]:
-        return list(cast("dict[str, int]", client.run(os.getpid)).values())
-
     with connect(scheduler, 20) as client:
-        (worker,) = pids(client)
+        attached = Attached(client, object_store.location, cache, logging.getLogger("tests.policy"))
+        (worker,) = workers_with(client, TRAINER)
+        (pid,) = cast("dict[str, int]", client.run(os.getpid)).values()
+        client.run(noop.set_save_every, 0.5)
         try:
             with ThreadPoolExecutor(1) as flow:
-                attached = Attached(client, object_store.location, cache, log)
                 made = flow.submit(stored_policy.make_policy, attached, inputs, prefix)
-                assert eventually(lambda: made.done() or "warm start: step" in caplog.text, 60)
-                assert not made.done(), made.exception()
+                assert eventually(lambda: made.done() or bool(object_store.list(states)), 60)
                 # Only now: importing torch may keep a worker from its heartbeats for as long.
                 client.run_on_scheduler(noop.set_frozen, 4.0)
-                os.kill(worker, fault)
-                with pytest.raises(GangError, match=r"died|froze"):
+                os.kill(pid, fault)
+                with pytest.raises(GangError, match=how):
                     made.result(60)
         finally:
             client.run_on_scheduler(noop.set_frozen, board.FROZEN_S)
-        wait_for_workers(client, rollout=0, trainer=1, wait_s=60)
-        assert pids(client) != [worker]
+        assert eventually(lambda: workers_with(client, TRAINER) not in ([], [worker]), 60)
+        assert not stored_policy.is_made(object_store, prefix)
+        caplog.clear()
+        stored_policy.make_policy(attached, inputs, prefix)
+    assert stored_policy.provenance_of(object_store, prefix)["steps"] == 600
+    first = re.search(r"warm start: step (\d+) of 600", caplog.text)
+    assert first is not None
+    assert int(first[1]) > stored_policy.REPORT_EVERY, "it goes on from what was saved"

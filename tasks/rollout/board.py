@@ -77,7 +77,11 @@ class _OpenRun:
     async def work_for(self, worker: str) -> bool:
         """Waits until there may be work for this worker; False after `POLL_S`."""
         event = self.waiting[worker] = asyncio.Event()
-        return await _set_in_time(event)
+        try:
+            return await _set_in_time(event)
+        finally:
+            if self.waiting.get(worker) is event:  # not that of a later call of the same worker
+                del self.waiting[worker]
 
     def wake_workers(self) -> None:
         """Wakes the workers that wait now; whoever comes later waits for the next change."""
@@ -174,7 +178,8 @@ class QueueBoard(SchedulerPlugin):
     async def kindling_pull(
         self, run: str, token: str, worker: str, count: int, wait: bool
     ) -> Wire:
-        """At most `count` units, with `wait` none only after `POLL_S`; and what to cancel."""
+        """At most `count` units, with `wait` none only after `POLL_S` or a result of its own; and
+        what to cancel."""
         units = self._pull(run, token, worker, count)
         if not units and wait and await self._get(run, token).work_for(worker):
             units = self._pull(run, token, worker, count)

@@ -109,7 +109,11 @@ class Epochs:
         return epoch
 
     def meet(self, function: Callable[..., T]) -> list[T]:
-        """Calls every rank with where the others are; the epoch then runs."""
+        """Calls every rank with the spec and where the others are; the epoch then runs.
+
+        Raises:
+            GangError, StageFailed: as `call`.
+        """
         answers = self._call("form", function, self._meeting)
         for rank in range(self._gang.size):
             self._gang = advance(self._gang, RankReady(self._gang.epoch, rank))

@@ -34,7 +34,7 @@ class StoredProgress:
         self,
         store: ObjectStore,
         name: str,
-        save_every_s: float = SAVE_EVERY_S,
+        save_every_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store

@@ -15,15 +15,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from distributed import Client, Future
+from distributed.client import FutureCancelledError
 from distributed.scheduler import KilledWorker
 
-from tasks.cluster import TRAINER, Attached, restart, submit_to
+from tasks.cluster import TRAINER, Attached, restart, submit_to, workers_with
 from tasks.config import TrainConfig
 from tasks.data.questions import Question
 from tasks.errors import ClusterError, GangError, RunClosed
@@ -34,7 +36,7 @@ from tasks.store import ObjectStore, StoreLocation
 from tasks.training import provenance
 from tasks.training.demonstrations import Corpus, Demonstration, chosen_questions
 from tasks.training.policy import load_policy, load_tokenizer, resolve_model_dir
-from tasks.training.progress import StoredProgress
+from tasks.training.progress import SAVE_EVERY_S, StoredProgress
 from tasks.training.warm_start import (
     PROVENANCE,
     demonstrations_of,
@@ -85,6 +87,8 @@ def make_policy(cluster: Attached, inputs: Inputs, prefix: str) -> None:
     Raises:
         ClusterError: there is no trainer worker, or all of them are in use, for cluster.wait_s.
         GangError: the worker died or froze; the next call goes on from the last state saved.
+        SchedulerLost: the scheduler is gone, or does not answer.
+        RunClosed: this flow stood still for longer than its lease; another may be at it by now.
         ConfigError, NotFiniteError, RetrieverError: as `demonstrations_of` and `warm_start`.
     """
     store = ObjectStore(cluster.store)
@@ -141,7 +145,11 @@ def _have_made(
     queue: FlowQueue,
 ) -> None:
     """Has the worker make the policy, and waits for it; one that freezes has its process started
-    again."""
+    again.
+
+    Raises:
+        GangError: the worker died or froze.
+    """
     if inputs.trajectories:
         store.put(_beside(prefix, "trajectories.jsonl"), inputs.trajectories)
     cache = str(cluster.cache_dir)
@@ -157,17 +165,27 @@ def _have_made(
         # A key of this flow's own: the work of one that was cancelled may just be stopping.
         key = f"warm-start-{prefix}{secrets.token_hex(4)}"
         made = submit_to(cluster.client, worker, key, _make_here, order, cluster.store)
-        while made.status == "pending":
-            with suppress(TimeoutError):
-                made.result(timeout=LOOK_AGAIN_S)
-            if worker in queue.frozen(TRAINER):
-                restart(cluster.client, [worker])
-                raise GangError(f"trainer worker {worker} froze while it made policy {prefix}")
-        made.result()
-    except KilledWorker as error:
-        raise GangError(f"trainer worker {worker} died while it made policy {prefix}") from error
+        _await(made, worker, cluster.client, queue)
     finally:
         cluster.client.unsubscribe_topic(TOPIC)
+
+
+def _await(made: Future, worker: str, client: Client, queue: FlowQueue) -> None:
+    """Waits for the worker's answer, with a look at the worker from time to time."""
+    while True:
+        try:
+            return made.result(timeout=LOOK_AGAIN_S)
+        except TimeoutError:
+            if worker in queue.frozen(TRAINER):
+                restart(client, [worker])
+                raise GangError(f"trainer worker {worker} froze while it made a policy") from None
+            if worker not in workers_with(client, TRAINER):
+                raise GangError(f"trainer worker {worker} died while it made a policy") from None
+        except (KilledWorker, FutureCancelledError, ClusterError) as error:
+            # Dask has sent the work of one that is gone to another worker, which refused it.
+            if isinstance(error, ClusterError) and worker in workers_with(client, TRAINER):
+                raise
+            raise GangError(f"trainer worker {worker} died while it made a policy") from error
 
 
 @dataclass(frozen=True)
@@ -196,7 +214,7 @@ def _make_here(order: Order, location: StoreLocation) -> None:
         if step % REPORT_EVERY == 0 or step + 1 == steps:
             worker.log_event(TOPIC, {"step": step, "steps": steps, "loss": loss})
 
-    make(order, store, StoredProgress(store, progress_name(order.prefix)), report)
+    make(order, store, StoredProgress(store, progress_name(order.prefix), SAVE_EVERY_S), report)
 
 
 def progress_name(prefix: str) -> str:
