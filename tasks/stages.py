@@ -110,12 +110,13 @@ def base_policy(cluster: Attached, inputs: Inputs, resume: str | None = None) ->
     prefix = stored_policy.policy_prefix(inputs)
     if not stored_policy.is_made(store, prefix):
         # Bound beforehand: Prefect searches a task's arguments for futures, down to every passage.
-        warm_start(partial(stored_policy.make_policy, cluster, inputs, prefix))
+        make = partial(stored_policy.make_policy, cluster, inputs, prefix)
+        warm_start.with_options(name="warm-start")(make)
     cluster.log.info("policy: %s", prefix)
     return prefix
 
 
-@partial(gang_task, name="warm-start")
+@gang_task
 def warm_start(make: Callable[[], None]) -> None:
     """Fine-tunes the run's first policy on demonstrations."""
     make()

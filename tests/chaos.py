@@ -165,8 +165,9 @@ class Chaos:
                     kind = self._random.choice(KINDS)
                     if flow.poll() is not None:
                         raise AssertionError(f"the run ended after {number} of {kills} kills")
-                    then, at = progress(self.store, name), time.monotonic()
+                    then = progress(self.store, name)
                     flow = self._kill(kind, client, flow, tree, name)
+                    at = time.monotonic()  # now: the victim may have been waited for
                     self._wait(lambda p=then: progress(self.store, name) != p, flow)
                     stood = time.monotonic() - at
                     self.deaths.append(Death(kind, at - began, str(then), stood))
