@@ -191,7 +191,7 @@ def test_a_row_says_what_a_version_weighs(store: ObjectStore) -> None:
 
 
 @pytest.mark.fast
-def test_a_resumed_run_begins_with_an_anchor_alone(store: ObjectStore) -> None:
+def test_a_run_resumed_with_other_weights_begins_with_an_anchor_alone(store: ObjectStore) -> None:
     publish_chain(Gang(store, "run"), 2)
     Gang(store, "run", resume=True).publish(random_weights(5), "anchor")
     assert [(row.kind, row.changed, row.chain) for row in rows_of(store)][2] == ("anchor", None, 0)

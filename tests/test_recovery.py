@@ -205,6 +205,8 @@ def test_a_rank_that_fails_changes_nothing(
     assert versions == _versions(object_store, "undisturbed")
     refs = lineage(object_store, run, 0)
     assert {trained: ref.version for trained, ref in refs.items()} == {n: n for n in range(4)}
+    kinds = {n: load_manifest(object_store, run, ref).kind for n, ref in refs.items()}
+    assert kinds == {0: "anchor", 1: "delta", 2: "delta", 3: "delta"}, "nobody loads an anchor more"
 
 
 def test_a_rank_that_dies_after_its_part_while_others_are_at_theirs(

@@ -176,6 +176,16 @@ def manifest(version: int = 1, **changes: Any) -> Manifest:
     return Manifest(**(fields | changes))
 
 
+def test_a_manifest_says_so_where_its_delta_begins_a_history() -> None:
+    usual, first = manifest(7), manifest(7, history="new")
+    assert "history" not in json.loads(zstandard.decompress(usual.to_bytes())), "as ever"
+    assert Manifest.from_bytes(usual.to_bytes()).history == "kept"
+    assert Manifest.from_bytes(first.to_bytes()).history == "new"
+    assert first.ref() != usual.ref()
+    with pytest.raises(ValueError, match="no delta that begins it"):
+        manifest(0, history="new")
+
+
 def test_manifest_round_trip_and_sums() -> None:
     both = manifest(7, kind="anchor", anchor=(ANCHOR,))
     for made in (manifest(0), both, manifest(1), manifest(7)):
@@ -200,6 +210,7 @@ def test_manifest_round_trip_and_sums() -> None:
         (("kind",), "patch"),
         (("codec",), "zip"),
         (("codec",), None),
+        (("history",), "some"),
         (("kind",), "anchor"),
         (("anchor",), [{"digest": "e" * 64, "bytes": 9, "rank": 0, "tensors": ["w", "v"]}]),
         (("run",), "../x"),

@@ -19,12 +19,13 @@ from tasks.errors import IntegrityError, NotFiniteError, StoreConflict, StoreErr
 from tasks.store import ObjectStore, object_key
 from tasks.weights.bits import from_bits
 from tasks.weights.codec import CODEC
-from tasks.weights.commit import commit, load_manifest, read_ref
+from tasks.weights.commit import commit, load_manifest, read_ref, since_anchor
 from tasks.weights.digest import tensor_digest
 from tasks.weights.manifest import Head, Manifest, head_key, manifest_key
 from tasks.weights.publisher import DeviceShard, Kind, LocalShard, RankPublisher
 from tasks.weights.subscriber import Subscriber
 from tasks.weights.update import Update
+from tasks.weights.verify import verify
 from tasks.weights.versions import HalfApplied, Holds, Nothing
 from tests.weights_helpers import (
     Failing,
@@ -74,6 +75,9 @@ def test_readers_follow_any_history(data: st.DataObject, tmp_path_factory: Any) 
         share = data.draw(st.sampled_from([0.0, 0.01, 1.0]))
         weights = perturbed(history[-1], step, share) if history else random_weights(step)
         kind = data.draw(st.sampled_from(["anchor", "delta"])) if history else "anchor"
+        if history and data.draw(st.booleans()):  # another gang takes over
+            gang = Gang(store, "run", ranks=data.draw(st.integers(1, 4)), resume=True)
+            gang.adopt(history[-1])
         gang.publish(weights, kind)  # type: ignore[arg-type]
         history.append(weights)
         for version in data.draw(st.lists(st.integers(0, step), max_size=3)):
@@ -247,6 +251,74 @@ def test_resume_goes_on_with_the_next_number(store: ObjectStore, tmp_path: Path)
     assert gang.publish(after, "delta").version == 4
     assert reader.fetch("run", 4).kind == "delta"
     assert same(reader.shadow, after)
+
+
+@pytest.mark.fast
+def test_who_holds_the_head_goes_on_with_deltas(store: ObjectStore, tmp_path: Path) -> None:
+    """A gang that formed anew after a death; its readers need no anchor."""
+    history = publish_chain(Gang(store, "run"), 4)
+    follower = Subscriber(store, tmp_path / "follower")
+    follower.fetch("run", 3)
+    gang = Gang(store, "run", ranks=3, resume=True)
+    gang.adopt(history[-1])
+    assert not any(publisher.anchor_due(1000) for publisher in gang.ranks)
+    assert all(publisher.anchor_due(4) for publisher in gang.ranks), "the fourth is one anyway"
+    kinds: list[Kind] = ["delta", "delta", "anchor", "delta"]
+    for version, kind in enumerate(kinds, 4):
+        history.append(perturbed(history[-1], version))
+        published = gang.publish(history[-1], kind)
+        assert published.codec is not None
+        manifest = load_manifest(store, "run", published.ref)
+        assert manifest.history == ("new" if version == 4 else "kept")
+        assert follower.fetch("run", version).kind == "delta"
+        assert same(follower.shadow, history[version])
+        joiner = Subscriber(store, tmp_path / f"joiner-{version}")
+        assert joiner.fetch("run", version).kind == "full"
+        assert same(joiner.shadow, history[version])
+    assert follower.anchor_loads == 1
+    assert set(verify(store, "run").checks.values()) == {"ok"}
+
+
+@pytest.mark.fast
+def test_an_anchor_by_who_holds_the_head_costs_a_follower_nothing(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    history = publish_chain(Gang(store, "run"), 3)
+    follower = Subscriber(store, tmp_path)
+    follower.fetch("run", 2)
+    gang = Gang(store, "run", resume=True)
+    gang.adopt(history[-1])
+    kinds: list[Kind] = ["anchor", "delta"]
+    for version, kind in enumerate(kinds, 3):
+        history.append(perturbed(history[-1], version))
+        gang.publish(history[-1], kind)
+        assert follower.fetch("run", version).kind == "delta"
+        assert same(follower.shadow, history[version])
+    assert set(verify(store, "run").checks.values()) == {"ok"}
+
+
+@pytest.mark.fast
+def test_a_publish_that_failed_after_an_adoption_is_repeated(store: ObjectStore) -> None:
+    history = publish_chain(Gang(store, "run"), 2)
+    gang = Gang(store, "run", resume=True)
+    gang.adopt(history[-1])
+    tried = gang.prepare(perturbed(history[-1], 3), "delta")
+    for publisher in gang.ranks:
+        publisher.abandon()
+    again = gang.prepare(perturbed(history[-1], 3), "delta")
+    assert [part.history for part in again] == ["new", "new"]
+    assert [part.shards for part in again] == [part.shards for part in tried]
+
+
+@pytest.mark.fast
+def test_ranks_that_disagree_about_the_history_are_refused(store: ObjectStore) -> None:
+    history = publish_chain(Gang(store, "run"), 2)
+    gang = Gang(store, "run", resume=True)
+    gang.adopt(history[-1])
+    parts = gang.prepare(perturbed(history[-1], 3), "delta")
+    odd = dataclasses.replace(parts[1], history="kept")
+    with pytest.raises(IntegrityError, match=r"rank 1 prepared.*kept history.*new history"):
+        commit(store, "run", 2, [parts[0], odd])
 
 
 @pytest.mark.fast
@@ -496,12 +568,20 @@ def test_an_anchor_on_the_way_costs_a_follower_nothing(store: ObjectStore, tmp_p
 
 @pytest.mark.fast
 def test_a_long_chain_makes_an_anchor_due(store: ObjectStore) -> None:
+    """For who takes the run over in the middle of it, too."""
+
+    def due() -> bool:
+        young = Gang(store, "run", resume=True)
+        young.adopt(weights)
+        (all_of_them,) = {p.anchor_due(1000) for p in (*gang.ranks, *young.ranks)}
+        return all_of_them
+
     gang = Gang(store, "run")
     weights = random_weights(0)
     published = gang.publish(weights, "anchor")
     spent = 0
     rng = np.random.default_rng(0)
-    while not gang.ranks[0].anchor_due(1000):
+    while not due():
         shuffled: Weights = {}
         for name, (shape, dtype, bits) in weights.items():
             shuffled[name] = (shape, dtype, rng.permutation(bits))
@@ -510,9 +590,9 @@ def test_a_long_chain_makes_an_anchor_due(store: ObjectStore) -> None:
         spent += delta.delta_bytes
         assert spent - delta.delta_bytes <= published.anchor_bytes
     assert spent > published.anchor_bytes
-    assert all(publisher.anchor_due(1000) for publisher in gang.ranks)
-    gang.publish(weights, "anchor")
-    assert not gang.ranks[0].anchor_due(1000)
+    weights = perturbed(weights, 1)
+    assert gang.publish(weights, "anchor").delta_bytes > 0
+    assert not due(), "its own delta is not of the chain"
     assert gang.ranks[0].anchor_due(gang.ranks[0].next_version)
 
 
@@ -577,6 +657,13 @@ def test_weights_compared_where_they_lie_make_the_same_bytes(store: ObjectStore)
             parts = [here.prepare(host, kind), there.prepare(device, kind)]
         for publisher, part, where in ((here, parts[0], store), (there, parts[1], other)):
             publisher.confirm(commit(where, "run", version, [part]))
+        if version == 1:  # others take over
+            assert here.base is not None
+            chain = since_anchor(store, "run", here.base)
+            here, there = (RankPublisher(one, "run", 0, resume=True) for one in (store, other))
+            for publisher, shards in ((here, host), (there, device)):
+                assert publisher.base is not None
+                publisher.adopt(shards, publisher.base, *chain)
         weights = perturbed(weights, version)
     bad = torch.full((2,), float("nan"), dtype=torch.bfloat16)
     with pytest.raises(NotFiniteError, match="bad"):

@@ -12,7 +12,7 @@ from blake3 import blake3
 from tasks.errors import IntegrityError, StoreConflict, StoreError
 from tasks.store import ObjectMissing, ObjectStore, object_key
 from tasks.weights.bits import Bits, DtypeName, from_bits, numel, pattern_dtype
-from tasks.weights.commit import Published, commit
+from tasks.weights.commit import Published, commit, since_anchor
 from tasks.weights.manifest import ManifestRef
 from tasks.weights.publisher import Kind, LocalShard, PreparedPart, RankPublisher
 
@@ -162,6 +162,14 @@ class Gang:
         for publisher in self.ranks:
             publisher.confirm(published)
         return published
+
+    def adopt(self, weights: Weights) -> None:
+        """Goes on from the head, which holds these."""
+        count, base = len(self.ranks), self.base
+        assert base is not None
+        chain = since_anchor(self.store, self.run, base)
+        for rank, publisher in enumerate(self.ranks):
+            publisher.adopt(shards_of(weights, rank, count), base, *chain)
 
     @property
     def base(self) -> ManifestRef | None:

@@ -260,12 +260,22 @@ def _publish(place: Place, trained: int, anchor_every: int) -> Published:
     return published
 
 
-def compare(run: str, fence: str, ref: ManifestRef) -> list[str]:
+def compare(
+    run: str, fence: str, ref: ManifestRef, chain: tuple[int, int] | None = None
+) -> list[str]:
     """Names of the tensors in which what the ranks hold differs from a version of the run; the
-    same answer on every rank. Nothing is uploaded."""
+    same answer on every rank. Nothing is uploaded.
+
+    Args:
+        chain: where the version is the run's head, `commit.since_anchor` of it: if nothing differs,
+            the next version can then be a delta.
+    """
     with _in_epoch(run, fence, f"compare with version {ref.version}") as place:
         parts = _gathered(place, lambda: survey(_shards(place)), "weights not compared")
-        return differing(load_manifest(place.store, run, ref), parts)
+        odd = differing(load_manifest(place.store, run, ref), parts)
+        if chain is not None and not odd:
+            place.publisher.adopt(_shards(place), ref, *chain)
+        return odd
 
 
 def _gathered(place: Place, work: Callable[[], T], otherwise: str) -> list[T]:

@@ -27,6 +27,7 @@ from tasks.weights.commit import (
     lineage,
     published_before,
     require_fence,
+    since_anchor,
 )
 from tasks.weights.manifest import ManifestRef
 
@@ -56,6 +57,8 @@ class Trainers:
         self._made = made
         self._since: list[tuple[int, Sequence[GroupSummary]]] = []
         self._existing: dict[int, ManifestRef] = {}
+        self._head: ManifestRef | None = None
+        self._held: ManifestRef | None = None  # the version that the ranks are known to hold
         self.base_loads = 0
 
     # ------------------------------------------------------------ the stages
@@ -69,6 +72,7 @@ class Trainers:
             NotFiniteError: the optimizer step that would have been was not taken.
         """
         self._stand()
+        self._held = None
         metrics = self._epochs.call(f"update-{step}", member.update, step, list(groups))[0]
         self._since.append((step, groups))
         return metrics
@@ -85,22 +89,11 @@ class Trainers:
         """
         self._stand()
         existing = self._existing.get(trained)
-        if existing is not None:
-            odd = self._epochs.call(f"compare-{trained}", member.compare, existing)[0]
-            if not odd:
-                store = ObjectStore(self._spec.store)
-                found = published_before(store, self._spec.run, existing)
-                self._log.info("version %d is there already, bit for bit", existing.version)
-                return found
-            self._log.warning(
-                "%d steps repeated give other weights than version %d (in %d tensors, %s first): "
-                "the run goes on from these",
-                trained,
-                existing.version,
-                len(odd),
-                odd[0],
-            )
-            self._existing.clear()  # of the line that is left here
+        if existing is not None and self._holds(trained, existing):
+            store = ObjectStore(self._spec.store)
+            found = published_before(store, self._spec.run, existing)
+            self._log.info("version %d is there already, bit for bit", existing.version)
+            return found
         every = self._spec.config.weights.anchor_every
         return self._epochs.call(f"publish-{trained}", member.publish, trained, every)[0]
 
@@ -148,8 +141,41 @@ class Trainers:
         store, run = ObjectStore(self._spec.store), self._spec.run
         head = fence_off(store, run, self._epochs.fence)
         self._existing = lineage(store, run, reached) if head else {}
+        self._head, self._held = head.ref if head else None, None
         self.base_loads += sum(self._epochs.meet(member.form))
         if self._made:
             self._epochs.call(f"restore-{reached}", member.restore, self._made, collective=False)
-        for step, groups in self._since:
+        self._take_up(reached)
+        for done, (step, groups) in enumerate(self._since, reached + 1):
+            self._held = None
             self._epochs.call(f"repeat-{step}", member.update, step, list(groups))
+            self._take_up(done)
+
+    def _take_up(self, trained: int) -> None:
+        """Where the ranks stand at the run's head: so that the next version is a delta from it, and
+        rollout workers need no anchor."""
+        existing = self._existing.get(trained)
+        if existing is not None and existing == self._head:
+            self._holds(trained, existing)
+
+    def _holds(self, trained: int, existing: ManifestRef) -> bool:
+        """Whether the ranks hold, after `trained` steps, what the run's version of then is; warns
+        where they do not."""
+        if existing == self._held:
+            return True
+        store, run = ObjectStore(self._spec.store), self._spec.run
+        chain = since_anchor(store, run, existing) if existing == self._head else None
+        odd = self._epochs.call(f"compare-{trained}", member.compare, existing, chain)[0]
+        if not odd:
+            self._held = existing
+            return True
+        self._log.warning(
+            "%d steps repeated give other weights than version %d (in %d tensors, %s first): the "
+            "run goes on from these",
+            trained,
+            existing.version,
+            len(odd),
+            odd[0],
+        )
+        self._existing.clear()  # of the line that is left here
+        return False

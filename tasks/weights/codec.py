@@ -2,7 +2,7 @@
 
 Input: flat ranges of tensors, for each the old bit pattern, the changed positions with their new
 patterns, and a *history* byte a value (`tasks.weights.history`), which both sides derive alike from
-the deltas since the last anchor. Output: bytes, exact for every bit pattern.
+the deltas since it began. Output: bytes, exact for every bit pattern.
 
 The idea. An optimizer with momentum moves a weight about as far as it moved it last time, and a
 bf16 value changes when the float32 master behind it crosses a rounding boundary. So whether a

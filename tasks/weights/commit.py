@@ -247,6 +247,16 @@ def lineage(store: ObjectStore, run: str, since: int) -> dict[int, ManifestRef]:
     return found
 
 
+def since_anchor(store: ObjectStore, run: str, ref: ManifestRef) -> tuple[int, int]:
+    """Bytes of the newest anchor at or before a version, and of the deltas from there to it."""
+    deltas = 0
+    while (manifest := load_manifest(store, run, ref)).kind != "anchor":
+        deltas += manifest.delta_bytes
+        assert manifest.parent is not None, "version 0 is an anchor"
+        ref = manifest.parent
+    return manifest.anchor_bytes, deltas
+
+
 def _conflict(run: str, manifest: Manifest, head: ManifestRef | None) -> str:
     base = "nothing" if manifest.parent is None else f"version {manifest.parent.version}"
     now = "is gone" if head is None else f"is at version {head.version}"
@@ -258,7 +268,7 @@ def _conflict(run: str, manifest: Manifest, head: ManifestRef | None) -> str:
 
 def _same(committed: Manifest, ours: Manifest) -> bool:
     def content(one: Manifest) -> tuple[object, ...]:
-        return (one.writer, one.parent, one.codec, one.shards, one.anchor, one.tensors)
+        return (one.writer, one.parent, one.codec, one.history, one.shards, one.anchor, one.tensors)
 
     return content(committed) == content(ours)
 
@@ -277,16 +287,18 @@ def _assemble(
         )
     first = ordered[0]
     for part in ordered:
-        if (part.run, part.kind, part.codec, part.base) != (
+        if (part.run, part.kind, part.codec, part.history, part.base) != (
             run,
             first.kind,
             first.codec,
+            first.history,
             first.base,
         ):
-            raise IntegrityError(
-                f"rank {part.rank} prepared {part.kind} of run {part.run!r} on {part.base}, "
-                f"rank 0 {first.kind} of run {run!r} on {first.base}"
+            ours, theirs = (
+                f"{one.kind} of run {one.run!r} on {one.base} ({one.codec}, {one.history} history)"
+                for one in (part, first)
             )
+            raise IntegrityError(f"rank {part.rank} prepared {ours}; rank 0, for {run!r}, {theirs}")
     expected = 0 if first.base is None else first.base.version + 1
     if version != expected:
         raise IntegrityError(f"the parts make version {expected} of run {run!r}, not {version}")
@@ -304,6 +316,7 @@ def _assemble(
         parent=first.base,
         kind=first.kind,
         codec=first.codec,
+        history=first.history,
         shards=tuple(shard for part in ordered for shard in part.shards),
         anchor=tuple(file for part in ordered for file in part.anchor),
         tensors=tensors,

@@ -1,4 +1,5 @@
-"""What both sides of the codec remember of how each value has moved since the last anchor.
+"""What both sides of the codec remember of how each value has moved since the last anchor, or since
+its publisher took the run over.
 
 One byte a value, `level << 2 | moved << 1 | down`:
 
@@ -16,8 +17,9 @@ value gets |v| = floor(|+-V(level) + d * 2**10| / 2), the largest L with B(L) <=
 is none), and down only where L > 0. The velocity used is the one before the step.
 
 Publisher and readers advance it by the same deltas, so it is never sent. It starts at zero with
-every anchor: a reader that begins there needs no past. It costs a byte a value of host memory on
-each trainer rank (for its own rows) and once on each rollout host.
+every anchor: a reader that begins there needs no past. It does so, too, before the first delta of a
+publisher that took the run over (a gang that formed anew) and has no past itself. It costs a byte a
+value of host memory on each trainer rank (for its own rows) and once on each rollout host.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from tasks.weights.bits import Bits
 
 
 def no_history(count: int) -> Bits:
-    """The history of `count` values at an anchor, uint8."""
+    """The history of `count` values at its beginning, uint8."""
     return np.zeros(count, np.uint8)
 
 

@@ -48,6 +48,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Blake3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 TensorDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0)]
+History = Literal["kept", "new"]
 
 
 class _Record(BaseModel):
@@ -98,6 +99,8 @@ class Manifest(_Record):
         parent: the version before; None exactly for version 0.
         kind: "anchor" where the version has a full export.
         codec: of the delta from the parent; None where there is no such delta.
+        history: "new" where the delta's publisher took the run over and remembers no step before:
+            readers forget theirs first (`tasks.weights.history`).
         shards: the delta; none where nothing changed.
         anchor: the full export, safetensors files in Hugging Face naming; their `tensors` say which
             file holds what. None for a mere delta.
@@ -112,6 +115,7 @@ class Manifest(_Record):
     parent: ManifestRef | None
     kind: Literal["anchor", "delta"]
     codec: str | None
+    history: History = "kept"
     shards: tuple[Shard, ...]
     anchor: tuple[Shard, ...] = ()
     tensors: tuple[TensorState, ...]
@@ -132,6 +136,8 @@ class Manifest(_Record):
             raise ValueError("a delta needs a codec")
         if self.codec is not None and (self.parent is None or self.codec not in CODECS):
             raise ValueError(f"a delta needs a parent and a known codec, not {self.codec!r}")
+        if self.codec is None and self.history == "new":
+            raise ValueError("a new history, and no delta that begins it")
         names = [tensor.name for tensor in self.tensors]
         if not names or len(set(names)) != len(names):
             raise ValueError("no tensors, or a tensor named twice")
@@ -158,7 +164,9 @@ class Manifest(_Record):
     def to_bytes(self) -> bytes:
         """As stored: `Manifest.from_bytes` of it is equal, its BLAKE3 is `self.ref()`'s."""
         if self._bytes is None:
-            text = self.model_dump_json().encode()
+            # Readers of before know no such field, and most manifests need none.
+            left_out = {"history"} if self.history == "kept" else None
+            text = self.model_dump_json(exclude=left_out).encode()
             self._bytes = zstandard.ZstdCompressor(level=9).compress(text)
         return self._bytes
 

@@ -10,7 +10,7 @@ import torch
 
 from tasks.weights.bits import Bits, DtypeName, dtype_name, numel, pattern_dtype, to_bits
 from tasks.weights.digest import Piece
-from tasks.weights.manifest import ManifestRef, Shard
+from tasks.weights.manifest import History, ManifestRef, Shard
 
 Kind = Literal["anchor", "delta"]
 
@@ -110,6 +110,7 @@ class PreparedPart:
     Attributes:
         base: the version this part builds on; None where the run has none.
         codec: of the delta; None where the rank held no version to build one on.
+        history: as in the manifest.
         shards, anchor: objects this rank made sure are in the store.
         full_digests: an anchor's tensor digests as rank 0 wrote them.
         bytes_uploaded, objects_created: without what the store already had.
@@ -119,6 +120,7 @@ class PreparedPart:
     rank: int
     kind: Kind
     codec: str | None
+    history: History
     writer: str
     base: ManifestRef | None
     tensors: tuple[TensorPart, ...]

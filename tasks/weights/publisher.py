@@ -22,6 +22,12 @@ rank, or tests), leave `full` out: the shards are used.
 An anchor of a run that goes on carries the delta from its parent as well, so that readers who
 follow need not read it. After it, history (`tasks.weights.history`) starts again at zero.
 
+A publisher that takes a run over (its gang formed anew, or the run was resumed) holds nothing to
+diff against, and its next version is an anchor. Unless it holds, bit for bit, what the head is:
+`survey` the shards on every rank, compare (`commit.differing`), and `adopt` on all of them. The
+next version is then a delta as usual, whose manifest tells readers to forget the history, which
+this publisher lacks.
+
 Memory: the snapshot, a byte of history a value, six bytes a changed value until the commit, and of
 the caller's shards one, or as many as hold 32 million values. Shards on an accelerator
 (`DeviceShard`) are compared there, with a second snapshot in its memory, and only their changed
@@ -44,7 +50,7 @@ from tasks.weights.codec import CODEC, Change, Range
 from tasks.weights.commit import Published, commit, read_ref
 from tasks.weights.digest import tensor_digest
 from tasks.weights.history import advance
-from tasks.weights.manifest import ManifestRef, Shard
+from tasks.weights.manifest import History, ManifestRef, Shard
 from tasks.weights.parts import DeviceShard, Kind, LocalShard, PreparedPart, TensorPart
 from tasks.weights.shards import anchor_files, pack_delta
 from tasks.weights.snapshot import Held, as_integers, look
@@ -86,8 +92,9 @@ class RankPublisher:
     ) -> None:
         """
         Args:
-            resume: go on from the run's head, with the next version, which must be an anchor.
-                Without it the run must be new: else `commit` raises StoreConflict.
+            resume: go on from the run's head, with the next version, which must be an anchor
+                unless this publisher adopts the head. Without it the run must be new: else
+                `commit` raises StoreConflict.
 
         Raises:
             StoreError: resuming a run that has published nothing.
@@ -98,6 +105,7 @@ class RankPublisher:
         self._writer = uuid.uuid4().hex
         self._snapshot: dict[str, Held] = {}
         self._pending: _Pending | None = None
+        self._history: History = "kept"
         self._anchor_bytes = 0
         self._chain_bytes = 0
         self._base: ManifestRef | None = None
@@ -200,6 +208,7 @@ class RankPublisher:
             rank=self.rank,
             kind=kind,
             codec=CODEC if delta else None,
+            history=self._history if delta else "kept",
             writer=self._writer,
             base=self._base,
             tensors=tuple(tensors),
@@ -237,10 +246,35 @@ class RankPublisher:
             self._snapshot = kept
         self._snapshot |= pending.fresh
         self._pending = None
+        self._history = "kept"
         self._base = published.ref
         self._chain_bytes += published.delta_bytes
         if published.kind == "anchor":
             self._anchor_bytes, self._chain_bytes = published.anchor_bytes, 0
+
+    def adopt(
+        self,
+        shards: Iterable[LocalShard | DeviceShard],
+        ref: ManifestRef,
+        anchor_bytes: int,
+        chain_bytes: int,
+    ) -> None:
+        """Takes what this rank holds for the snapshot. Call on every rank, or on none.
+
+        Args:
+            shards: as in `prepare`; on all ranks together, bit for bit, what `survey` and
+                `differing` have shown to be the head.
+            ref: the head.
+            anchor_bytes, chain_bytes: of the newest anchor, and of the deltas after it, see
+                `commit.since_anchor`.
+        """
+        assert ref == self._base, (ref, self._base)
+        snapshot: dict[str, Held] = {}
+        for shard, looked in look({}, shards):
+            assert isinstance(looked.found, Held), f"{shard.name} is not what it was"
+            snapshot[shard.name] = looked.found
+        self._snapshot, self._history, self._pending = snapshot, "new", None
+        self._anchor_bytes, self._chain_bytes = anchor_bytes, chain_bytes
 
     def abandon(self) -> None:
         """Forget what was prepared: its commit failed, or another rank did."""

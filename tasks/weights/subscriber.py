@@ -31,7 +31,7 @@ from tasks.weights.digest import tensor_digest
 from tasks.weights.history import advance, no_history
 from tasks.weights.manifest import Manifest, ManifestRef, Shard, TensorState
 from tasks.weights.shadow import Shadow, remove_unused
-from tasks.weights.shards import DeltaShard, read_anchor, unpack_delta
+from tasks.weights.shards import DeltaShard, Place, read_anchor, unpack_delta
 from tasks.weights.update import TensorUpdate, Update
 from tasks.weights.versions import Holds, Nothing, Plan, Refusal, State, plan
 
@@ -249,14 +249,21 @@ def _load_anchor(shadow: Shadow, manifest: Manifest, paths: Sequence[Path]) -> N
         raise IntegrityError(f"{where} lacks {sorted(missing)[:5]}")
 
 
-def _ranges(shadow: Shadow, shard: DeltaShard, dtypes: Mapping[str, DtypeName]) -> list[Range]:
+def _ranges(
+    shadow: Shadow, manifest: Manifest, shard: DeltaShard, dtypes: Mapping[str, DtypeName]
+) -> list[Range]:
+    def history(place: Place) -> Bits:
+        if manifest.history == "new":
+            return no_history(place.count)
+        return shadow.history[place.tensor][place.start : place.start + place.count]
+
     return [
         Range(
             place.tensor,
             place.start,
             dtypes[place.tensor],
             shadow.weights[place.tensor][place.start : place.start + place.count],
-            shadow.history[place.tensor][place.start : place.start + place.count],
+            history(place),
         )
         for place in shard.places
     ]
@@ -273,7 +280,7 @@ def decoded(shadow: Shadow, manifest: Manifest, shards: Sequence[DeltaShard]) ->
     counts = dict.fromkeys(dtypes, 0)
     changes: list[Change] = []
     for shard in shards:
-        found = decode(shard.tables, shard.blocks, _ranges(shadow, shard, dtypes))
+        found = decode(shard.tables, shard.blocks, _ranges(shadow, manifest, shard, dtypes))
         for place, change in zip(shard.places, found, strict=True):
             counts[place.tensor] += change.indices.size
         changes += found
@@ -301,9 +308,9 @@ def apply_changes(shadow: Shadow, manifest: Manifest, moved: Mapping[str, Change
     def write(name: str) -> None:
         weights, history = shadow.weights[name], shadow.history[name]
         change = moved.get(name) or Change(np.empty(0, np.int64), np.empty(0, weights.dtype))
-        if manifest.kind == "anchor":
-            history[:] = no_history(history.size)
-        else:
+        if manifest.kind == "anchor" or manifest.history == "new":
+            history.fill(0)
+        if manifest.kind != "anchor":
             advance(history, weights, change.indices, change.values)
         weights[change.indices] = change.values
 
