@@ -100,7 +100,6 @@ def test_a_result_wakes_nobody_else() -> None:
 
 
 def test_who_waits_is_told_at_once_that_the_run_is_closed() -> None:
-
     async def story() -> None:
         board = await _opened(units=0)
         asked = await _waiting(board, A)

@@ -57,7 +57,7 @@ class Trainers:
         self._made = made
         self._since: list[tuple[int, Sequence[GroupSummary]]] = []
         self._existing: dict[int, ManifestRef] = {}
-        self._head: ManifestRef | None = None
+        self._head: ManifestRef | None = None  # as it was when this epoch formed
         self._held: ManifestRef | None = None  # the version that the ranks are known to hold
         self.base_loads = 0
 

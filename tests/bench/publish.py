@@ -127,9 +127,7 @@ class _Run:
         """New weights as the next version, into all engines."""
         self._step()
         version = self._publisher.next_version
-        if (
-            kind == "anchor" and version
-        ):  # as after a resume with other weights: no delta leads to it
+        if kind == "anchor" and version:  # as resumed with other weights: no delta leads to it
             self._publisher = RankPublisher(self._store, self._name, 0, resume=True)
         began = time.perf_counter()
         shards = (
