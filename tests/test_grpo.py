@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -254,6 +255,53 @@ WHOLE_LOSSES: list[dict[str, Any]] = [
 ]
 
 
+class WrittenOut(NamedTuple):
+    policy: torch.Tensor
+    loss: torch.Tensor
+
+
+def _written_out(
+    new: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: Padded,
+    old: torch.Tensor,
+    reference: torch.Tensor,
+    training: TrainingConfig,
+) -> tuple[WrittenOut, dict[str, torch.Tensor]]:
+    """The loss of every token and which clip cut it, one token at a time from the formulas: the
+    signs, weights and order of `terms` are checked against this, not against its own pieces."""
+    policy, loss = torch.zeros_like(new), torch.zeros_like(new)
+    clipped = {
+        name: torch.zeros_like(new, dtype=torch.bool)
+        for name in ("clip_low", "clip_high", "clip_dual")
+    }
+    for at in np.ndindex(*new.shape):
+        p, q, advantage = float(new[at]), float(reference[at]), float(batch.advantages_B1[at[0], 0])
+        sampled, weight = bool(batch.sampled_BT[at]), 1.0
+        behaviour = float(old[at])
+        if training.importance == "sampler":
+            behaviour = float(batch.logprobs_BT[at]) if sampled else p
+        if training.importance == "truncated" and sampled:
+            apart = float(old[at]) - float(batch.logprobs_BT[at])
+            weight = min(math.exp(apart), training.importance_bound)
+        ratio = math.exp(p - behaviour)
+        gain = ratio * advantage
+        if advantage > 0 and ratio > 1 + training.clip_high:
+            gain, clipped["clip_high"][at] = (1 + training.clip_high) * advantage, True
+        if advantage < 0 and ratio < 1 - training.clip_low:
+            gain, clipped["clip_low"][at] = (1 - training.clip_low) * advantage, True
+        if training.dual_clip is not None and advantage < 0 and ratio > training.dual_clip:
+            gain, clipped["clip_dual"][at] = training.dual_clip * advantage, True
+        kl = {"k1": p - q, "k2": (p - q) ** 2 / 2, "k3": math.exp(q - p) - 1 - (q - p)}
+        policy[at] = -weight * gain
+        loss[at] = (
+            policy[at]
+            + training.kl_coefficient * kl[training.kl_estimator]
+            - training.entropy_coefficient * float(entropy[at])
+        )
+    return WrittenOut(policy, loss), clipped
+
+
 @pytest.mark.parametrize("changes", WHOLE_LOSSES)
 def test_the_whole_loss_by_finite_differences_and_zero_outside_the_mask(
     changes: dict[str, Any],
@@ -286,7 +334,16 @@ def test_the_whole_loss_by_finite_differences_and_zero_outside_the_mask(
     if training.entropy_coefficient:
         assert (of_entropy[~mask] == 0).all()
         assert (of_entropy[mask] < 0).all()
+    wanted, clipped = _written_out(new, entropy.detach(), batch, old, reference, training)
+    weight = {
+        "token_mean": mask.double() / mask.sum(),
+        "sequence_mean_token_mean": mask.double() / mask.sum(-1, keepdim=True) / 4,
+        "sequence_mean_token_sum": mask.double() / 64 / 4,
+    }[training.aggregation]
+    assert made.loss.item() == pytest.approx(float((wanted.loss * weight).sum()))
     sums = dict(zip(SUMS, made.sums.tolist(), strict=True))
+    assert sums["policy_loss"] == pytest.approx(float(wanted.policy[mask].sum()))
+    assert [sums[name] for name in clipped] == [int(one[mask].sum()) for one in clipped.values()]
     apart = (sampler - new)[sampled]
     assert sums["sampled"] == int(sampled.sum())
     assert sums["mismatch_kl"] == pytest.approx(float(kl_k3(sampler, new)[sampled].sum()))

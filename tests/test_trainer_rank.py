@@ -28,7 +28,7 @@ from tasks.training.gang import (
     advance,
 )
 from tasks.training.group import GangCoordinator, check_address, join
-from tasks.training.grpo import clipped_objective, group_advantages, kl_k3
+from tasks.training.grpo import KL_ESTIMATORS, clipped_objective, group_advantages, kl_k3
 from tasks.training.policy import load_policy, token_logprobs
 from tests import trainer_pool as scenarios
 from tests.trainer_pool import FolderStore, Pool, config, plan_of
@@ -71,6 +71,8 @@ VARIANTS: list[dict[str, Any]] = [
         "train_on_observations": True,
         "aggregation": "sequence_mean_token_mean",
     },
+    # k1's gradient is not 0 where policy and base are equal, as k2's and k3's are.
+    {"kl_estimator": "k1", "clip_low": 0.1, "clip_high": 0.6, "temperature": 1.3},
 ]
 
 
@@ -92,17 +94,27 @@ def _plain_loss(
             mask[:, one.prompt_tokens :] = True
         if training.truncated == "mask" and one.end == "truncated":
             continue
-        logprobs, entropy = token_logprobs(model, ids, mask, entropy_gradient=True)
+        logprobs, entropy = token_logprobs(
+            model, ids, mask, settings.rollout.temperature, entropy_gradient=True
+        )
         trainer = old.get(item, logprobs.detach())
         sampler = torch.where(sampled, torch.tensor(one.logprobs[None]), trainer)
         behaviour = sampler if training.importance == "sampler" else trainer
-        made = clipped_objective(logprobs, behaviour, advantage, 0.2, 0.2, training.dual_clip)
+        made = clipped_objective(
+            logprobs,
+            behaviour,
+            advantage,
+            clip_low=training.clip_low,
+            clip_high=training.clip_high,
+            dual_clip=training.dual_clip,
+        )
         weight = torch.ones_like(sampler)
         if training.importance == "truncated":
             weight = (trainer - sampler).exp().clamp(max=training.importance_bound)
         loss = weight * made.loss - training.entropy_coefficient * entropy
-        # The base is the policy itself before the first step: k3 and its gradient are 0.
-        loss = loss + training.kl_coefficient * kl_k3(logprobs, logprobs.detach())
+        # The base is the policy itself before the first step.
+        kl = KL_ESTIMATORS[training.kl_estimator](logprobs, logprobs.detach())
+        loss = loss + training.kl_coefficient * kl
         sums.append((loss * mask).sum())
         counts.append(int(mask.sum()))
     if training.aggregation == "token_mean":
@@ -162,7 +174,7 @@ def test_every_variant_is_another_gradient(plain: list[tuple[float, dict[str, Te
 def test_the_denominator_is_from_before_the_first_of_two_steps(
     pool: Pool, folder: Path, importance: str
 ) -> None:
-    settings = config(importance=importance, importance_bound=1.1, learning_rate=1e-2)
+    settings = config(1.3, importance=importance, importance_bound=1.1, learning_rate=1e-2)
     items = [_first_items(settings, index) for index in (0, 1)]
     model, groups = load_policy(folder), make_batch(4, 4)[0]
     old, apart = {}, []
@@ -171,14 +183,18 @@ def test_the_denominator_is_from_before_the_first_of_two_steps(
             one = groups[item.group].trajectories[item.trajectory]
             mask = torch.tensor(one.loss_mask[None])
             with torch.no_grad():
-                old[item], _ = token_logprobs(model, torch.tensor(one.ids[None]).long(), mask)
+                ids = torch.tensor(one.ids[None]).long()
+                old[item], _ = token_logprobs(model, ids, mask, 1.3)
             if number == 0 or importance != "sampler":
                 apart.append((torch.tensor(one.logprobs[None]) - old[item])[mask])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
-    losses = []
+    losses, counts = [], []
     for mini_batch in items:
         loss = _plain_loss(model, settings, mini_batch, old)
         losses.append(loss.item())
+        counts.append(
+            sum(groups[i.group].trajectories[i.trajectory].sampled_tokens for i in mini_batch)
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -186,6 +202,8 @@ def test_the_denominator_is_from_before_the_first_of_two_steps(
     wrong = _plain_loss(model, settings, items[1], {}).item()
     for metrics, *_ in pool.run(2, scenarios.updated, folder=folder, settings=settings, steps=1):
         assert metrics[0]["loss"] == pytest.approx(sum(losses) / 2, rel=1e-3)
+        a_token = float(np.dot(losses, counts)) / sum(counts)
+        assert metrics[0]["policy_loss"] == pytest.approx(a_token, rel=1e-3)
         difference = torch.cat(apart)
         kl = kl_k3(difference, torch.zeros(())).mean().item()
         assert metrics[0]["mismatch_kl"] == pytest.approx(kl, rel=1e-4)
@@ -249,6 +267,23 @@ def test_a_step_equals_plain_adamw(pool: Pool, folder: Path) -> None:
         # Adam's first step is lr * sign(g) nearly: entries whose gradient is rounding may differ.
         close = (full[name] - parameter).abs() < 1e-5
         assert close.float().mean() > 0.99, name
+
+
+def test_a_whole_update_is_the_same_on_1_2_and_4_ranks(pool: Pool, folder: Path) -> None:
+    settings = config(1.3, **FULL, clip_low=0.1, clip_high=0.6, kl_estimator="k1")
+    ran = [
+        pool.run(world, scenarios.updated, folder=folder, settings=settings, steps=2)[0]
+        for world in (1, 2, 4)
+    ]
+    (alone, _, expected, _), *others = ran
+    for metrics, _, full, _ in others:
+        for found, wanted in zip(metrics, alone, strict=True):
+            for key in wanted.keys() - {"seconds", "micro_batches"}:
+                assert found[key] == pytest.approx(wanted[key], rel=1e-3, abs=1e-5), key
+        for name, tensor in full.items():
+            # Of Adam's sign-like first steps, those of gradients that are rounding may differ.
+            close = (tensor - expected[name]).abs() < 1e-4
+            assert close.float().mean() > 0.99, name
 
 
 def test_a_rank_without_work_takes_part(pool: Pool, folder: Path) -> None:

@@ -30,7 +30,7 @@ from tests.training_helpers import make_batch, reordered
 Full = dict[str, torch.Tensor]
 
 
-def config(**training: Any) -> TrainConfig:
+def config(temperature: float = 1.0, **training: Any) -> TrainConfig:
     settings = {
         "mini_batch_size": 8,
         "learning_rate": 1e-3,
@@ -44,7 +44,12 @@ def config(**training: Any) -> TrainConfig:
             "model": {"path": "tiny", "chat": False, "context": 64},
             "data": {},
             "retrieval": {},
-            "rollout": {"questions_per_step": 4, "group_size": 4, "max_prompt_tokens": 32},
+            "rollout": {
+                "questions_per_step": 4,
+                "group_size": 4,
+                "max_prompt_tokens": 32,
+                "temperature": temperature,
+            },
             "training": {**settings, **training},
             "weights": {},
             "cluster": {},
