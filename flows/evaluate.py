@@ -49,12 +49,14 @@ class Compared(BaseModel):
 class Scores(BaseModel):
     """Held-out exact match and F1 with 95 % intervals.
 
+    left_out: says on how many of the questions the reward failed, if on any.
     table: the same by kind and level of question. report: the page, on this machine.
     """
 
     of: str
     version: int
     questions: int
+    left_out: str
     sampled_em: float
     sampled_interval: tuple[float, float]
     sampled_f1: float
@@ -76,9 +78,9 @@ class Scores(BaseModel):
                 self.table,
                 f"report: {self.report}",
                 *(one.line() for one in self.compared),
-                f"{label}: {self.of} v{self.version} on {self.questions} questions: sampled EM "
-                f"{self.sampled_em:.3f} F1 {self.sampled_f1:.3f}, greedy EM {self.greedy_em:.3f} "
-                f"F1 {self.greedy_f1:.3f}, {seconds:.0f} s",
+                f"{label}: {self.of} v{self.version} on {self.questions} questions"
+                f"{self.left_out}: sampled EM {self.sampled_em:.3f} F1 {self.sampled_f1:.3f}, "
+                f"greedy EM {self.greedy_em:.3f} F1 {self.greedy_f1:.3f}, {seconds:.0f} s",
             ]
         )
 
@@ -208,6 +210,7 @@ def _scores(cluster: Attached, inputs: Inputs, target: Target) -> tuple[Scores, 
         of=target.name,
         version=made.version,
         questions=made.questions,
+        left_out=made.left_out,
         sampled_em=made.sampled.exact_match,
         sampled_interval=made.sampled_interval,
         sampled_f1=made.sampled.f1,

@@ -193,7 +193,8 @@ def comparison(first: str, second: str, rows: list[dict[str, Any]]) -> None:
     create_table_artifact(
         rows,
         key="comparison",
-        description=f"{first} against {second}: paired bootstrap over questions, 95 %",
+        description=f"{first} against {second}, question by question: 95 % by the paired "
+        "bootstrap, p by the paired randomisation test",
     )
 
 

@@ -22,7 +22,7 @@ class BatchStats:
     step that was filled up would be that of questions of middling difficulty.
 
     uniform_groups: share of groups whose trajectories all have the same reward (no gradient).
-    dropped: groups left out, since the reward function failed on them.
+    dropped: groups left out: the reward function failed on them, or their unit on every try.
     search_r1: exact match as Search-R1 counts it, for comparison with published runs.
     refilled_groups: sampled beyond questions_per_step, in place of uniform ones.
     trained_groups: what the update gets.
@@ -115,6 +115,7 @@ class StepRecord:
 class Evaluation:
     """Exact match and F1 on held-out questions, greedy and sampled, with 95 % Wilson intervals.
 
+    questions: that were asked; the modes' own `dropped` are not in their scores.
     rows: the same by kind and level of question, with the rest that was counted.
     """
 
@@ -128,10 +129,18 @@ class Evaluation:
     rows: tuple[Row, ...] = ()
     seconds: float = 0.0
 
+    @property
+    def left_out(self) -> str:
+        """To be said after the number of questions; empty where all of them were scored."""
+        greedy, sampled = self.greedy.dropped, self.sampled.dropped
+        if not greedy + sampled:
+            return ""
+        return f" (less {greedy} greedy and {sampled} sampled on which the reward failed)"
+
     def line(self) -> str:
         """The evaluation for a human, one line."""
         return (
-            f"evaluation v{self.version} on {self.questions} questions: EM sampled "
+            f"evaluation v{self.version} on {self.questions} questions{self.left_out}: EM sampled "
             f"{_with(self.sampled.exact_match, self.sampled_interval)}, greedy "
             f"{_with(self.greedy.exact_match, self.greedy_interval)}"
         )

@@ -57,7 +57,7 @@ def test_a_row_becomes_a_question() -> None:
             Passage("Ann", "Ann 0 is from Paris."),
         ),
         gold_titles=("Film A", "Ann"),
-        facts=("Film A is by Ann.", "Film A: It is long."),
+        facts=("Film A is by Ann. It is long.", ""),
     )
 
 

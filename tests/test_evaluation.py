@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.errors import DataError, IntegrityError
+from tasks.data.questions import Question
+from tasks.errors import DataError, IntegrityError, RewardError
 from tasks.evaluation.bootstrap import RESAMPLES, bootstrap_mean, paired_bootstrap
 from tasks.evaluation.breakdown import breakdown
+from tasks.evaluation.held_out import evaluate_version
 from tasks.evaluation.intervals import t_interval, t_quantile, wilson, wilson_of_means
 from tasks.evaluation.outcomes import Outcomes, compare, outcomes
-from tasks.inputs import load_inputs
+from tasks.inputs import Inputs, load_inputs
 from tasks.metrics import History, batch_stats
 from tasks.presets import resolve
+from tasks.rollout.agent import Unit
+from tasks.rollout.engine import Sampling
+from tasks.rollout.trajectory import GroupSummary
 from tests.evaluation_helpers import evaluation, group, history, question, summary, trajectory
 
 pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
@@ -306,7 +313,74 @@ def test_valid_actions_are_a_share(answers: list[str | None]) -> None:
     assert batch_stats(made).valid_actions == pytest.approx(wanted)
 
 
+class Answers:
+    """A fleet whose answers are there: but for some questions, on which the reward has failed."""
+
+    def __init__(self, lost: Sequence[tuple[str, str]] = ()) -> None:
+        self.units: dict[str, Unit] = {}
+        self._lost = lost
+
+    def offer(self, units: Sequence[Unit]) -> None:
+        self.units = {unit.unit_id: unit for unit in units}
+
+    def collect(self, unit_ids: Sequence[str]) -> list[GroupSummary]:
+        found = []
+        for unit in map(self.units.__getitem__, unit_ids):
+            mode = "greedy" if unit.size == 1 and unit.sampling.temperature == 0 else "sampled"
+            if (mode, unit.question_id) not in self._lost:
+                asked = next(one for one in ASKED if one.id == unit.question_id)
+                found.append(summary(group(asked, *[trajectory(asked, "1942")] * unit.size)))
+        return found
+
+
+def asked_inputs(questions: Sequence[Question], samples: int = 1) -> Inputs:
+    made = resolve("tiny", {"evaluation": {"samples": samples}})
+    nothing: Any = ()
+    return Inputs(made, nothing, tuple(questions), (), Path(), None, None)
+
+
+def test_every_question_is_asked_once_greedily_and_k_times_sampled() -> None:
+    fleet: Any = Answers()
+    made = evaluate_version(fleet, asked_inputs(ASKED, samples=3), 7, 5)
+    units = list(fleet.units.values())
+    greedy, sampled = units[: len(ASKED)], units[len(ASKED) :]
+    assert {(u.size, u.sampling) for u in greedy} == {(1, Sampling(0.0, 1.0))}
+    assert {(u.size, u.sampling) for u in sampled} == {(3, Sampling(1.0, 1.0))}
+    everyone = [one.id for one in ASKED]
+    assert [u.question_id for u in greedy] == [u.question_id for u in sampled] == everyone
+    assert (made.record.greedy.trajectories, made.record.sampled.trajectories) == (
+        len(ASKED),
+        3 * len(ASKED),
+    )
+    assert made.record.left_out == ""
+
+
+def test_questions_on_which_the_reward_failed_are_said_to_be_missing() -> None:
+    lost = [("greedy", ASKED[1].id), ("sampled", ASKED[0].id), ("sampled", ASKED[1].id)]
+    fleet: Any = Answers(lost)
+    made = evaluate_version(fleet, asked_inputs(ASKED), 7, 5).record
+    said = f"{len(ASKED)} questions (less 1 greedy and 2 sampled on which the reward failed)"
+    assert said in made.line()
+    assert (made.greedy.groups, made.sampled.groups) == (len(ASKED) - 1, len(ASKED) - 2)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_an_evaluation_without_a_reward_left_is_an_error(mode: str) -> None:
+    fleet: Any = Answers([(mode, one.id) for one in ASKED])
+    with pytest.raises(
+        RewardError, match=rf"'exact_match' failed on all {len(ASKED)} {mode} groups of version 7"
+    ):
+        evaluate_version(fleet, asked_inputs(ASKED), 7, 5)
+
+
 # Bad input
+
+
+def test_an_evaluation_of_nothing_is_refused() -> None:
+    fleet: Any = Answers()
+    with pytest.raises(DataError, match="'miniature:held_out' has no questions to evaluate on"):
+        evaluate_version(fleet, asked_inputs(()), 7, 5)
+    assert not fleet.units
 
 
 @pytest.mark.parametrize("field", ["train", "held_out"])

@@ -91,7 +91,9 @@ def test_it_asks_for_as_many_as_the_share_so_far_makes_likely() -> None:
     assert [g.unit_id for g in refill.trained()][-2:] == ["u11", "u12"]
 
 
-QUESTIONS = [Question(f"q{i}", f"who {i}?", ("a",), "bridge", "hard", (), ()) for i in range(30)]
+QUESTIONS = [
+    Question(f"q{i}", f"who {i}?", ("a",), "bridge", "hard", (), (), ()) for i in range(30)
+]
 
 
 def _config(seed: int = 0) -> TrainConfig:

@@ -172,7 +172,7 @@ def test_a_question_without_supporting_facts_and_titles_that_find_nothing(
     bare = replace(corpus.questions[0], gold_titles=())
     assert play.good(bare) is None
     assert all(play.bad(bare, random.Random(i)) is None for i in range(20))
-    unknown = replace(corpus.questions[0], gold_titles=("!!!", " "))
+    unknown = replace(corpus.questions[0], gold_titles=("!!!", " "), facts=("", ""))
     assert "<search> !!!</search>" in spoken(tokenizer, play.good(unknown))
     for i in range(20):
         assert "</answer>" in spoken(tokenizer, play.bad(unknown, random.Random(i)))
@@ -216,36 +216,44 @@ def thinking(**warm: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize("think", ["comparison", "always"])
-def test_a_thought_is_the_supporting_sentences(tokenizer: Any, corpus: Corpus, think: str) -> None:
+def test_what_was_found_is_noted_after_each_search(
+    tokenizer: Any, corpus: Corpus, think: str
+) -> None:
     play = Demonstrator(protocol(tokenizer), corpus.retriever, thinking(think=think))
     seen = set()
     for question in corpus.questions[:50]:
         said = spoken(tokenizer, play.good(question))
         reading = play.reading(question)
-        answer = f"<answer> {question.answers[0]}</answer>"
         if question.kind != "comparison" and think == "comparison":
             assert "<think>" not in said
             assert reading is None
             continue
         seen.add(question.kind)
-        first, second = question.facts
-        assert all(title in first + second for title in question.gold_titles)
-        thought = f"<think> {first} {second}</think>"
-        assert said.endswith(f"</search>{thought}{answer}")
+        (first, second), (one, two) = question.gold_titles, question.facts
+        assert first in one
+        assert second in two
+        answer = f"<answer> {question.answers[0]}</answer>"
+        played = (
+            f"<search> {first}</search><think> {one}</think>"
+            f"<search> {second}</search><think> {two}</think>{answer}"
+        )
+        assert said == played
         assert reading is not None
-        assert spoken(tokenizer, reading) == answer, "the thought itself cannot be known"
-        assert tokenizer.decode(reading.ids).endswith(f"{thought}{answer}")
+        assert spoken(tokenizer, reading) == answer, "the rest is given"
+        assert tokenizer.decode(reading.ids).endswith(played)
     assert seen == ({"comparison"} if think == "comparison" else {"bridge", "comparison"})
 
 
-def test_a_thought_needs_room_in_a_turn_and_facts_to_state(tokenizer: Any, corpus: Corpus) -> None:
-    short = thinking(think="always").model_dump() | {"rollout": {"max_new_tokens": 24}}
+def test_notes_need_room_in_a_turn_and_facts_to_state(tokenizer: Any, corpus: Corpus) -> None:
+    short = thinking(think="always").model_dump() | {"rollout": {"max_new_tokens": 16}}
     play = Demonstrator(protocol(tokenizer), corpus.retriever, resolve("tiny", short))
-    assert play.good(corpus.questions[0]) is None, "24 tokens hold no two sentences"
+    assert play.good(corpus.questions[0]) is None, "16 tokens hold no note and query"
     play = Demonstrator(protocol(tokenizer), corpus.retriever, thinking(think="always"))
-    bare = replace(corpus.questions[0], facts=())
+    bare = replace(corpus.questions[0], facts=("", ""))
     assert "<think>" not in spoken(tokenizer, play.good(bare))
     assert play.reading(bare) is None
+    half = replace(bare, facts=("", corpus.questions[0].facts[1]))
+    assert spoken(tokenizer, play.good(half)).count("<think>") == 1
 
 
 def test_readings_come_first(tokenizer: Any, corpus: Corpus) -> None:

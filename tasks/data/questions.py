@@ -30,8 +30,8 @@ class Question:
     """A question, the answers that count (HotpotQA has one), and the paragraphs it came with.
 
     gold_titles: the distinct titles of its supporting facts, in their order.
-    facts: the sentences themselves, those that are there; each with the title it stands under
-        where it does not say it.
+    facts: the supporting sentences under each of those titles, as one text that names the title;
+        "" where the passage or the sentence is missing.
     """
 
     id: str
@@ -41,7 +41,7 @@ class Question:
     level: str
     context: tuple[Passage, ...]
     gold_titles: tuple[str, ...]
-    facts: tuple[str, ...] = ()
+    facts: tuple[str, ...]
 
 
 def from_row(row: Mapping[str, Any], index: int) -> Question:
@@ -89,10 +89,11 @@ def from_row(row: Mapping[str, Any], index: int) -> Question:
 def _facts(
     passages: Mapping[str, Sequence[str]], titles: Sequence[str], numbers: Sequence[int]
 ) -> Iterator[str]:
-    for title, number in zip(titles, numbers, strict=True):
-        if 0 <= number < len(passages.get(title, ())):
-            sentence = passages[title][number].strip()
-            yield sentence if title in sentence else f"{title}: {sentence}"
+    for title in dict.fromkeys(titles):
+        passage = passages.get(title, ())
+        wanted = {n for other, n in zip(titles, numbers, strict=True) if other == title}
+        text = " ".join(passage[n].strip() for n in sorted(wanted) if 0 <= n < len(passage))
+        yield text if not text or title in text else f"{title}: {text}"
 
 
 def pool(questions: Iterable[Question]) -> tuple[Passage, ...]:

@@ -77,6 +77,9 @@ def bootstrap_mean(
     How often each *distinct* value is drawn is multinomial, so that is what is drawn: the same
     distribution as questions with replacement, and for exact match two numbers in place of N.
 
+    Values that are all equal give an interval of no width: no resample can show what was not seen
+    (Wilson's interval of exact match can).
+
     Raises:
         ValueError: no values, or one that is not finite.
     """

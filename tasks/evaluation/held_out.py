@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tasks.errors import DataError
+from tasks.errors import DataError, RewardError
 from tasks.evaluation.breakdown import Mode, breakdown
 from tasks.evaluation.outcomes import Outcomes, outcomes
 from tasks.inputs import Inputs
@@ -38,6 +38,7 @@ def evaluate_version(fleet: Fleet, inputs: Inputs, version: int, step: int) -> E
 
     Raises:
         DataError: there are no held-out questions.
+        RewardError: the reward failed on all that was sampled, or on all that was greedy.
     """
     if not inputs.held_out:
         raise DataError(
@@ -54,6 +55,13 @@ def evaluate_version(fleet: Fleet, inputs: Inputs, version: int, step: int) -> E
         "greedy": fleet.collect([unit.unit_id for unit in units["greedy"]]),
         "sampled": fleet.collect([unit.unit_id for unit in units["sampled"]]),
     }
+    for mode, found in groups.items():
+        if not found:
+            raise RewardError(
+                f"reward {inputs.config.rollout.reward!r} failed on all {len(units[mode])} {mode} "
+                f"groups of version {version}'s evaluation, see the warnings before this; mend it "
+                "and evaluate again"
+            )
     stats = {
         mode: batch_stats(found, dropped=len(units[mode]) - len(found))
         for mode, found in groups.items()

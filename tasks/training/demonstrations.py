@@ -3,8 +3,9 @@
 A good one searches the gold titles in turn and gives the answer. The others show the protocol
 played badly (a guess, a vague query, a search led astray, an answer too early, a missing tag): they
 leave the policy fluent in the protocol and poor at the task, which is what reinforcement learning
-starts from. Before the answer the supporting sentences may be written down in <think>: what follows
-from two facts is easier said with both at hand.
+starts from. After each search the supporting sentences it found may be noted in <think>, as
+Search-R1's instruction asks for: what follows from two facts is easier said with both at hand than
+from two pages.
 """
 
 from __future__ import annotations
@@ -54,29 +55,31 @@ class Demonstrator:
         self._think = settings_of(config).think
 
     def good(self, question: Question) -> Demonstration | None:
-        """Searches every gold title, then answers, where it is asked for after some thought."""
+        """Searches every gold title, then answers; takes notes where it is asked to."""
         if not 0 < len(question.gold_titles) <= self._max_searches:
             return None
-        play = Play(self._protocol, question.question)
-        for title in question.gold_titles:
-            play.act(f"<search> {title}</search>")
+        play, note = Play(self._protocol, question.question), ""
+        for title, fact in zip(question.gold_titles, question.facts, strict=True):
+            play.act(f"{note}<search> {title}</search>")
             play.observe(self._protocol.observation(self._search(title)))
-        play.act(f"{self._thought(question)}<answer> {question.answers[0]}</answer>")
+            note = self._note(question, fact)
+        play.act(f"{note}<answer> {question.answers[0]}</answer>")
         return self._done(play)
 
     def reading(self, question: Question) -> Demonstration | None:
-        """Its thought as given, then the answer; None where there is no thought."""
-        if not (thought := self._thought(question)):
+        """A good one with all but the answer given and the pages left out; None without notes."""
+        notes = [self._note(question, fact) for fact in question.facts]
+        if not any(notes):
             return None
         play = Play(self._protocol, question.question)
-        play.observe(self._protocol.encode_action(thought))
+        for title, note in zip(question.gold_titles, notes, strict=True):
+            play.observe(self._protocol.encode_action(f"<search> {title}</search>{note}"))
         play.act(f"<answer> {question.answers[0]}</answer>")
         return self._done(play)
 
-    def _thought(self, question: Question) -> str:
-        if not question.facts or self._think not in ("always", question.kind):
-            return ""
-        return f"<think> {' '.join(question.facts)}</think>"
+    def _note(self, question: Question, fact: str) -> str:
+        noted = fact and self._think in ("always", question.kind)
+        return f"<think> {fact}</think>" if noted else ""
 
     def bad(self, question: Question, rng: random.Random) -> Demonstration | None:
         """One fault, then a wrong title for an answer."""
