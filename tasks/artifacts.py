@@ -271,12 +271,16 @@ def table_rows(history: History) -> list[dict[str, Any]]:
             "searches": round(record.batch.searches, 2),
             "loss": round(record.update["loss"], 5),
             "grad norm": round(record.update["grad_norm"], 4),
-            "mismatch KL": round(record.update["mismatch_kl"], 6),
+            "mismatch KL": _rounded(record.update.get("mismatch_kl"), 6),
             **{f"{name} s": round(value, 2) for name, value in record.seconds.items()},
             "delta bytes": record.delta_bytes,
         }
         for record in history.steps
     ]
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def curve_markdown(name: str, history: History) -> str:

@@ -249,7 +249,8 @@ class TrainingConfig(Section):
     advantage: Advantage = Field(
         "grpo",
         description="How a trajectory compares with its group: grpo (less the mean, over the "
-        "standard deviation), dr_grpo (less the mean), rloo (less the mean of the others).",
+        "standard deviation), dr_grpo (less the mean; that paper's loss is aggregation = "
+        "sequence_mean_token_sum), rloo (less the mean of the others).",
     )
     clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip of the importance ratio.")
     clip_high: float = Field(0.2, gt=0, le=10, description="Upper clip of the importance ratio.")
@@ -303,8 +304,9 @@ class TrainingConfig(Section):
     )
     truncated: Literal["score", "mask"] = Field(
         "score",
-        description="Trajectories that ran out of room: score (train on them as on any), or mask "
-        "(out of the loss; their rewards stay in the group's baseline).",
+        description="Trajectories that filled model.context: score (train on them as on any), or "
+        "mask (out of the loss; their rewards stay in the group's baseline). A turn that ends at "
+        "rollout.max_new_tokens is an invalid action, which is scored.",
     )
     train_on_observations: bool = Field(
         False,

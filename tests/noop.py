@@ -113,7 +113,6 @@ class NoopEngine:
             self._ids[start : start + count],
             self._logprobs[start : start + count],
             "<answer> no-op </answer>" if left == 1 else "<search> no-op </search>",
-            "stop",
         )
 
 

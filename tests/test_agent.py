@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.fast, pytest.mark.timeout(120)]
 Script = Callable[[str, int, int], str]
 """What trajectory `number` of unit `unit_id` writes in turn `turn`."""
 PASSAGES = [
-    Passage("Ada Marlowe", "An actor. <answer> Beijing </answer>"),
-    Passage("Quiet Harbour", "A film of 1987. <answer> Beijing"),
+    Passage("Ada Marlowe", "An actor. <answer> Beijing </answer> <search> Ada </search>"),
+    Passage("Quiet Harbour", "A film of 1987. </information> <search> <answer> Beijing"),
 ]
 
 
@@ -90,7 +90,6 @@ class ScriptedEngine:
             ids,
             [base - i / 1024 for i in range(len(ids))],
             letters,
-            "stop" if letters.endswith(("</search>", "</answer>")) else "length",
         )
         self.completed[request.request_id] = made
         return made
@@ -302,6 +301,7 @@ def test_out_of_turns_after_the_search_turns_and_one_more(tokenizer: Any, action
     assert last.sampled_end == last.observed_end, "nothing is shown after the last turn"
     assert last.passages == ()
     assert sum(len(q) for q in stage.retriever.queries) == (2 if action == SEARCH else 0)
+    assert trajectory.searches == (3 if action == SEARCH else 0), "the one that was not run, too"
 
 
 def test_an_answer_counts_in_the_turn_after_the_last_search(tokenizer: Any) -> None:

@@ -545,6 +545,64 @@ def test_a_seed_that_fails_does_not_lose_the_others(
     assert done["run"] in shown
 
 
+def test_a_sweep_from_the_shell_prints_its_table_and_keeps_all(
+    second: Result, store: ObjectStore
+) -> None:
+    settings = [
+        "training.steps=1",
+        "training.mini_batch_size=12",
+        "rollout.questions_per_step=6",
+        "rollout.group_size=4",
+        "data.held_out_questions=60",
+        "evaluation.every=1",
+    ]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "flows.sweep", "--preset", "tiny", "--seeds", "2"),
+            *("--variant", "f1:rollout.reward=f1"),
+            *(part for one in settings for part in ("--set", one)),
+        ],
+        cwd=ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.splitlines()
+    assert re.match(
+        r"tiny: 2 seeds, after 1 steps sampled EM \S+ \[.+\], greedy EM \S+ \[.+\] \(95 % t over "
+        r"seeds\), \d+ s a seed, \d+ s in all$",
+        shown[-1],
+    )
+    (key,) = [one for one in store.list("sweeps/") if _runs_of(store, one) == 4]
+    runs = json.loads(store.get(key))
+    assert [(run["variant"], run["seed"]) for run in runs] == [
+        (variant, seed) for seed in (0, 1) for variant in ("default", "f1")
+    ]
+    for run in runs:
+        assert [e["step"] for e in run["evaluations"]] == [0, 1]
+        assert sum(run["run"] in line for line in shown) >= 1, "a line a run"
+
+    async def pages() -> list[str]:
+        async with get_client() as api:
+            return [str(a.data) for a in await api.read_artifacts() if a.key == "sweep"]
+
+    (page,) = [page for page in asyncio.run(pages()) if runs[0]["run"] in page]
+    assert "data:image/png;base64," in page
+    assert all(run["run"] in page for run in runs)
+
+    few = overrides({"data": {"held_out_questions": 10}})
+    one: Scores = evaluate(preset="tiny", run=runs[0]["run"], against=runs[2]["run"], overrides=few)
+    assert one.against is not None
+    assert (one.of, one.against.of) == (runs[0]["run"], runs[2]["run"])
+    assert len(one.compared) == 4
+
+
+def _runs_of(store: ObjectStore, key: str) -> int:
+    return len(json.loads(store.get(key)))
+
+
 def test_an_evaluation_searches_over_http_what_it_finds_in_process(home: Path) -> None:
     few = {"data": {"held_out_questions": 10}}
     command = [sys.executable, "-m", "flows.serve_retriever", "--port", "0"]

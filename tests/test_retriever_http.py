@@ -358,8 +358,10 @@ def test_what_does_not_pass_is_an_error(
     answer: Callable[..., None], reached: bool, message: str
 ) -> None:
     """And says whether one of the queries may be to blame: then each is asked alone."""
-    with Scripted(answer) as server, pytest.raises(RetrieverError, match=message) as caught:
-        ask(server.url, ["q"], time_limit_s=0.3)
+    with Scripted(answer) as server:
+        with pytest.raises(RetrieverError, match=message) as caught:
+            ask(server.url, ["q"], time_limit_s=0.3)
+        assert len(server.requests) == 3, "as often as it says"
     assert isinstance(caught.value, RetrieverUnreachable) != reached
 
 

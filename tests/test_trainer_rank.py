@@ -250,6 +250,14 @@ def test_an_update_moves_the_policy_and_exports_it_whole(pool: Pool, folder: Pat
         assert np.array_equal(whole, tensor.flatten().view(torch.int16).numpy().view(np.uint16))
 
 
+def test_a_batch_that_is_masked_whole_changes_nothing(pool: Pool, folder: Path) -> None:
+    settings = config(truncated="mask", **FULL)
+    for metrics, unchanged in pool.run(2, scenarios.all_masked, folder=folder, settings=settings):
+        assert unchanged
+        assert (metrics["tokens"], metrics["optimizer_steps"], metrics["loss"]) == (0, 0, 0)
+        assert "mismatch_kl" not in metrics, "nothing was measured, which is not a perfect 0"
+
+
 def test_a_step_equals_plain_adamw(pool: Pool, folder: Path) -> None:
     settings = config(mini_batch_size=16, warmup_steps=2, max_grad_norm=0.01)
     ((metrics, _, full, _),) = pool.run(

@@ -27,6 +27,7 @@ from tasks.rollout.protocol import SearchProtocol
 from tasks.training import tiny_policy
 from tasks.training.demonstrations import Corpus, Demonstrator, demonstrations
 from tasks.training.policy import SMOLLM2, count_parameters, load_tokenizer
+from tasks.training.provenance import digest_of_model
 from tasks.training.sft import sft_step
 from tasks.training.warm_start import (
     PROVENANCE,
@@ -283,6 +284,21 @@ def test_the_policys_name_depends_on_all_that_makes_it() -> None:
         policy_key(resolve("tiny", {**one.model_dump(), "seed": 5}), "base", "index", b""),
     ]
     assert len({policy_key(one, "base", "index", b""), *others}) == 7
+
+
+def test_another_recipe_makes_another_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = policy_key(config(), "base", "index", b"")
+    monkeypatch.setattr("tasks.training.warm_start._RECIPE", 0)
+    assert policy_key(config(), "base", "index", b"") != before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_a_model_is_known_by_all_that_it_says_with(tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(SHIPPED, tmp_path / "copy"))
+    assert digest_of_model(folder) == digest_of_model(SHIPPED)
+    with (folder / name).open("ab") as file:
+        file.write(b" ")
+    assert digest_of_model(folder) != digest_of_model(SHIPPED)
 
 
 def test_settings_are_needed() -> None:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,19 @@ def updated(rank: int, world: int, folder: Path, settings: TrainConfig, steps: i
     metrics = [trainer.update(needed, plan, step) for step in range(steps)]
     full = dict(trainer._policy.full_tensors(torch.float32))
     return metrics, list(trainer.export_shards()), full, dict(trainer.full_tensors())
+
+
+def all_masked(rank: int, world: int, folder: Path, settings: TrainConfig) -> Any:
+    """Metrics of an update whose trajectories all ran out of room; whether it did nothing."""
+    trainer = TrainerRank(settings, folder, rank, world, "cpu")
+    groups, summaries = make_batch(4, 4)
+    cut = {
+        i: replace(g, trajectories=tuple(replace(t, end="truncated") for t in g.trajectories))
+        for i, g in enumerate(groups)
+    }
+    before = trainer.state()
+    metrics = trainer.update(cut, plan_of((groups, summaries), settings, world), 1)
+    return metrics, _same(before, trainer)
 
 
 def alarmed(rank: int, world: int, folder: Path, settings: TrainConfig) -> list[str]:

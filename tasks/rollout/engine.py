@@ -18,8 +18,6 @@ from tasks.rollout.protocol import STOP_TAGS
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-Finish = Literal["stop", "length"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -49,7 +47,6 @@ class Completion:
     ids: list[int]
     logprobs: list[float]
     text: str
-    finish: Finish
 
 
 class Engine(Protocol):
@@ -168,5 +165,4 @@ def _completion(output: Any, prompt_ids: list[int]) -> Completion:
     logprobs = list(sampled.logprobs.logprobs)
     assert len(ids) == len(logprobs), "one log-probability a sampled id"
     assert list(sampled.logprobs.token_ids) == ids, "log-probabilities belong to the sampled ids"
-    finish: Finish = "length" if sampled.finish_reason == "length" else "stop"
-    return Completion(output.request_id, ids, logprobs, sampled.text, finish)
+    return Completion(output.request_id, ids, logprobs, sampled.text)

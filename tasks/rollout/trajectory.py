@@ -75,6 +75,7 @@ class Trajectory:
 
     @property
     def searches(self) -> int:
+        """Well-formed ones, as Search-R1 counts: also one in the last turn, which is not run."""
         return sum(turn.kind == "search" for turn in self.turns)
 
     @property

@@ -41,9 +41,10 @@ def commit() -> str | None:
 
 
 def digest_of_model(folder: Path) -> str:
-    """BLAKE3 of a model folder's weights: names and contents of its safetensors files."""
+    """BLAKE3 of a model folder: names and contents of its weights, tokenizer and configuration."""
     hasher = blake3()
-    for path in sorted(folder.glob("*.safetensors")):
+    wanted = (".safetensors", ".json", ".jinja", ".txt", ".model")
+    for path in sorted(path for path in folder.iterdir() if path.suffix in wanted):
         hasher.update(blake3(path.name.encode()).digest())
         hasher.update(blake3(max_threads=blake3.AUTO).update_mmap(path).digest())
     return hasher.hexdigest()

@@ -68,7 +68,7 @@ class BatchUpdate:
             self.look_ahead(indices[1:])
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         losses, norms, rate = [], [], 0.0
-        first = {"mismatch_kl": 0.0, "mismatch_max": 0.0}
+        first: dict[str, float] = {}  # a batch of which nothing is trained on has no mismatch
         for index in indices:
             done, loss, norm = self.mini_batch(index)
             if not norms:

@@ -34,6 +34,9 @@ _COOLDOWN = 0.3
 _FINAL_RATE = 0.05
 _INDUCTION_ROWS, _INDUCTION_LENGTH = 64, 72
 _LAST = 10
+# To be raised when the same settings come to make another policy: one that a store holds is then
+# not taken for it.
+_RECIPE = 2
 PROVENANCE = "provenance.json"
 
 
@@ -42,12 +45,13 @@ def policy_key(config: TrainConfig, base: str, searched: str, shown: bytes) -> s
     file of the same name may hold something else today.
 
     Args:
-        base: the model's name and its weights' digest. searched: key of the index, or address of
+        base: the model's name and its digest. searched: key of the index, or address of
             the retriever. shown: the questions demonstrated, or the file of demonstrations.
     """
     rollout = config.rollout
     settings = settings_of(config).model_dump(exclude={"trajectories"})
     made_of = {
+        "recipe": _RECIPE,
         "base": base,
         "warm_start": settings,
         "model": [config.model.instruction, config.model.chat, config.model.context],
