@@ -90,6 +90,14 @@ def test_another_world_has_the_same_names_and_other_facts(train: list[dict]) -> 
     assert sum(moved) / len(moved) > 0.9
 
 
+def test_worlds_to_learn_from_compare_more(train: list[dict]) -> None:
+    def compares(rows: list[dict]) -> float:
+        return sum(row["type"] == "comparison" for row in rows) / len(rows)
+
+    assert compares(train) == pytest.approx(0.24)
+    assert compares(miniature.generate("train", 1)) == pytest.approx(2 / 3, abs=5e-3)
+
+
 def test_an_unknown_split_is_refused() -> None:
     with pytest.raises(DataError, match="train, held_out"):
         miniature.generate("test")

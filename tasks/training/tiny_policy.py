@@ -92,7 +92,7 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
         vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=3,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
