@@ -341,7 +341,7 @@ def test_the_whole_loss_by_finite_differences_and_zero_outside_the_mask(
         "sequence_mean_token_sum": mask.double() / 64 / 4,
     }[training.aggregation]
     assert made.loss.item() == pytest.approx(float((wanted.loss * weight).sum()))
-    sums = dict(zip(SUMS, made.sums.tolist(), strict=True))
+    sums: dict[str, float] = dict(zip(SUMS, made.sums.tolist(), strict=True))
     assert sums["policy_loss"] == pytest.approx(float(wanted.policy[mask].sum()))
     assert [sums[name] for name in clipped] == [int(one[mask].sum()) for one in clipped.values()]
     apart = (sampler - new)[sampled]
