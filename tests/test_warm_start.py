@@ -234,14 +234,13 @@ def test_what_was_found_is_noted_after_each_search(
         assert first in one
         assert second in two
         answer = f"<answer> {question.answers[0]}</answer>"
-        played = (
-            f"<search> {first}</search><think> {one}</think>"
-            f"<search> {second}</search><think> {two}</think>{answer}"
+        known = f"<think> {one} {two}</think>{answer}"
+        assert said == (
+            f"<search> {first}</search><think> {one}</think><search> {second}</search>{known}"
         )
-        assert said == played
         assert reading is not None
-        assert spoken(tokenizer, reading) == answer, "the rest is given"
-        assert tokenizer.decode(reading.ids).endswith(played)
+        assert spoken(tokenizer, reading) == answer, "the note is given"
+        assert tokenizer.decode(reading.ids).endswith(known)
     assert seen == ({"comparison"} if think == "comparison" else {"bridge", "comparison"})
 
 
@@ -257,11 +256,13 @@ def test_notes_need_room_in_a_turn_and_facts_to_state(tokenizer: Any, corpus: Co
     assert spoken(tokenizer, play.good(half)).count("<think>") == 1
 
 
-def test_readings_come_first(tokenizer: Any, corpus: Corpus) -> None:
+def test_readings_come_first_and_then_every_third_batch(tokenizer: Any, corpus: Corpus) -> None:
     made = thinking(think="comparison", readings=100)
     shown = demonstrations_of(made, tokenizer, corpus)
     searched = ["<search>" in spoken(tokenizer, one) for one in shown]
-    assert searched == [False] * 100 + [True] * 40
+    # 40 in batches of 8: two, one of readings, two, one of readings, and the last.
+    assert searched == [False] * 100 + ([True] * 16 + [False] * 8) * 2 + [True] * 8
+    assert [one.is_reading for one in shown] == [not one for one in searched]
     bridges = [question for question in corpus.questions if question.kind == "bridge"]
     assert len(demonstrations_of(made, tokenizer, replace(corpus, questions=bridges))) == 40
     with pytest.raises(ConfigError, match=r"readings is 1 with think = 'never'"):

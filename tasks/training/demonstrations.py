@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,10 +31,14 @@ _SEARCHES = {"early": 1, "astray": 2, "vague": 1}
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """ids int32 [T]; loss_mask bool [T], True on the tokens the policy is to learn."""
+    """ids int32 [T]; loss_mask bool [T], True on the tokens the policy is to learn.
+
+    is_reading: see `Demonstrator.reading`.
+    """
 
     ids: np.ndarray
     loss_mask: np.ndarray
+    is_reading: bool = False
 
 
 class Demonstrator:
@@ -58,28 +62,35 @@ class Demonstrator:
         """Searches every gold title, then answers; takes notes where it is asked to."""
         if not 0 < len(question.gold_titles) <= self._max_searches:
             return None
-        play, note = Play(self._protocol, question.question), ""
-        for title, fact in zip(question.gold_titles, question.facts, strict=True):
+        play = Play(self._protocol, question.question)
+        notes = self._notes(question)
+        for title, note in zip(question.gold_titles, ["", *notes[:-1]], strict=True):
             play.act(f"{note}<search> {title}</search>")
             play.observe(self._protocol.observation(self._search(title)))
-            note = self._note(question, fact)
-        play.act(f"{note}<answer> {question.answers[0]}</answer>")
+        play.act(f"{notes[-1]}<answer> {question.answers[0]}</answer>")
         return self._done(play)
 
     def reading(self, question: Question) -> Demonstration | None:
-        """A good one with all but the answer given and the pages left out; None without notes."""
-        notes = [self._note(question, fact) for fact in question.facts]
-        if not any(notes):
+        """The last note of a good one as given, then the answer; None where there is no note."""
+        note = self._notes(question)[-1] if question.facts else ""
+        if not note:
             return None
         play = Play(self._protocol, question.question)
-        for title, note in zip(question.gold_titles, notes, strict=True):
-            play.observe(self._protocol.encode_action(f"<search> {title}</search>{note}"))
+        play.observe(self._protocol.encode_action(note))
         play.act(f"<answer> {question.answers[0]}</answer>")
-        return self._done(play)
+        made = self._done(play)
+        return None if made is None else replace(made, is_reading=True)
 
-    def _note(self, question: Question, fact: str) -> str:
-        noted = fact and self._think in ("always", question.kind)
-        return f"<think> {fact}</think>" if noted else ""
+    def _notes(self, question: Question) -> list[str]:
+        """What is known after each search: all facts so far, one beside the other. A policy of 0.9M
+        parameters got .80 of yes/no questions right so, after 500 steps of 32 demonstrations, and
+        .48 with a page between the two facts."""
+        if self._think not in ("always", question.kind):
+            return [""] * len(question.facts)
+        known = [
+            " ".join(filter(None, question.facts[: i + 1])) for i in range(len(question.facts))
+        ]
+        return [f"<think> {facts}</think>" if facts else "" for facts in known]
 
     def bad(self, question: Question, rng: random.Random) -> Demonstration | None:
         """One fault, then a wrong title for an answer."""
@@ -223,11 +234,28 @@ def demonstrations(
 def readings(
     protocol: SearchProtocol, config: TrainConfig, settings: WarmStartConfig, given: Corpus
 ) -> list[Demonstration]:
-    """As `demonstrations`, those that only read; none where no question is fit for it."""
+    """As `demonstrations`, those that only read, each once; none where no question is fit."""
     made: list[Demonstration] = []
     corpora = miniature_worlds(config, settings.worlds) if settings.worlds else iter([given])
     for corpus in corpora if settings.readings else ():
         play = Demonstrator(protocol, corpus.retriever, config)
         made += filter(None, map(play.reading, corpus.questions))
     random.Random(f"{config.seed}-readings").shuffle(made)
-    return list(itertools.islice(itertools.cycle(made), settings.readings))
+    return made
+
+
+def with_readings(
+    made: Sequence[Demonstration], read: Sequence[Demonstration], settings: WarmStartConfig
+) -> list[Demonstration]:
+    """settings.readings of those that read first, then two batches of the others and one of those
+    that read in turn: what was learned from them is forgotten while nothing asks for it. Batches of
+    their own, since theirs are few tokens and would not count among many."""
+    if not read:
+        return list(made)
+    endless, size = itertools.cycle(read), settings.batch_size
+    order = list(itertools.islice(endless, settings.readings))
+    for start in range(0, len(made), 2 * size):
+        order += made[start : start + 2 * size]
+        if start + 2 * size < len(made):
+            order += itertools.islice(endless, size)
+    return order

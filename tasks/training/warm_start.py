@@ -24,6 +24,7 @@ from tasks.training.demonstrations import (
     demonstrations,
     readings,
     settings_of,
+    with_readings,
 )
 from tasks.training.sft import Progress, train_sft
 from tasks.training.tiny_policy import induction_batch
@@ -93,7 +94,7 @@ def demonstrations_of(
             f"{config.rollout.max_search_turns} and rollout.max_new_tokens = "
             f"{config.rollout.max_new_tokens}; raise them, or lower rollout.max_observation_tokens"
         )
-    return readings(protocol, config, settings, source) + made
+    return with_readings(made, readings(protocol, config, settings, source), settings)
 
 
 def warm_start(
@@ -136,9 +137,11 @@ def warm_start(
         progress=progress,
     )
     losses = [metrics["loss"] for metrics in history]
+    played = sum(not one.is_reading for one in made)
     return {
-        "demonstrations": len(made),
-        "left_out": settings.readings + settings.demonstrations - len(made),
+        "demonstrations": played,
+        "readings": len(made) - played,
+        "left_out": settings.demonstrations - played,
         "steps": steps,
         "tokens": sum(int(metrics["tokens"]) for metrics in history),
         "first_loss": losses[0],
