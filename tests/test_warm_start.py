@@ -245,9 +245,9 @@ def test_what_was_found_is_noted_after_each_search(
 
 
 def test_notes_need_room_in_a_turn_and_facts_to_state(tokenizer: Any, corpus: Corpus) -> None:
-    short = thinking(think="always").model_dump() | {"rollout": {"max_new_tokens": 16}}
+    short = thinking(think="always").model_dump() | {"rollout": {"max_new_tokens": 24}}
     play = Demonstrator(protocol(tokenizer), corpus.retriever, resolve("tiny", short))
-    assert play.good(corpus.questions[0]) is None, "16 tokens hold no note and query"
+    assert play.good(corpus.questions[0]) is None, "24 tokens hold no two sentences"
     play = Demonstrator(protocol(tokenizer), corpus.retriever, thinking(think="always"))
     bare = replace(corpus.questions[0], facts=("", ""))
     assert "<think>" not in spoken(tokenizer, play.good(bare))

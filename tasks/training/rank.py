@@ -139,10 +139,9 @@ class TrainerRank:
             step: mismatch_kl (k3 of KL(sampler || trainer), nats) and mismatch_max (largest
             |difference| of log-probabilities); of the first mini-batch alone where nothing
             scores the others beforehand (importance = sampler), and not there where nothing is
-            trained on. grad_norm (mean over optimizer
-            steps, before the clip), grad_norm_max, learning_rate (of the last step),
-            optimizer_steps (in this update), tokens (trained on), micro_batches (of this gang),
-            seconds.
+            trained on. grad_norm (mean over optimizer steps, before the clip), grad_norm_max,
+            learning_rate (of the last step), optimizer_steps (in this update), tokens (trained
+            on), micro_batches (of this gang), seconds.
 
         Raises:
             NotFiniteError: on every rank alike; the failing optimizer step changed nothing.
