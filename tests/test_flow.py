@@ -588,9 +588,10 @@ def test_a_sweep_from_the_shell_prints_its_table_and_keeps_all(
         async with get_client() as api:
             return [str(a.data) for a in await api.read_artifacts() if a.key == "sweep"]
 
-    (page,) = [page for page in asyncio.run(pages()) if runs[0]["run"] in page]
-    assert "data:image/png;base64," in page
-    assert all(run["run"] in page for run in runs)
+    # One after every run, so that a sweep that is stopped has shown what it had.
+    of_this = [page for page in asyncio.run(pages()) if runs[0]["run"] in page]
+    assert sorted(sum(run["run"] in page for run in runs) for page in of_this) == [1, 2, 3, 4]
+    assert all("data:image/png;base64," in page for page in of_this)
 
     few = overrides({"data": {"held_out_questions": 10}})
     one: Scores = evaluate(preset="tiny", run=runs[0]["run"], against=runs[2]["run"], overrides=few)
