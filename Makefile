@@ -2,7 +2,8 @@
 PYTHON ?= python3.11
 VENV := .venv/bin
 STAMP := .venv/.ready
-LOCK := requirements-cpu.lock
+# On GPUs: make setup LOCK=requirements-gpu.lock
+LOCK ?= requirements-cpu.lock
 
 .PHONY: setup demo test test-fast test-long lint up down
 

@@ -21,7 +21,7 @@ def overrides_from(named: Mapping[str, Any], assignments: Sequence[str]) -> Any:
     A value is read as JSON where it is JSON (numbers, true, "text"), else as text.
 
     Raises:
-        ConfigError: an assignment has no `=`, or the fields or values are not the config's.
+        ConfigError: an assignment has no `=`, or sets a field to null.
     """
     fields = {path: value for path, value in named.items() if value is not None}
     for assignment in assignments:
@@ -32,6 +32,12 @@ def overrides_from(named: Mapping[str, Any], assignments: Sequence[str]) -> Any:
             fields[path] = json.loads(text)
         except json.JSONDecodeError:
             fields[path] = text
+        if fields[path] is None:
+            # A form leaves null where nothing was entered, so it cannot mean anything else here.
+            raise ConfigError(
+                f"--set {assignment!r}: null cannot be set; leave the field out to keep the "
+                "preset's value (model.warm_start.demonstrations=0 takes the policy as it is)"
+            )
     tree: dict[str, Any] = {}
     for path, value in fields.items():
         *sections, name = path.split(".")

@@ -83,7 +83,7 @@ def check(config: TrainConfig, output: str | None) -> None:
     """
     if config.model.warm_start is None:
         raise ConfigError(
-            "model.warm_start is not set; give at least model.warm_start.demonstrations"
+            "model.warm_start is not set; give at least model.warm_start.demonstrations > 0"
         )
     if output is not None and Path(output).exists():
         raise ConfigError(f"{output} exists; name a folder that does not, or remove it")

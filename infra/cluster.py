@@ -256,7 +256,9 @@ def wait_for_workers(client: Client, rollout: int, trainer: int, wait_s: float) 
                 f"the scheduler at {client.scheduler.addr if client.scheduler else '?'} lacks "
                 f"workers after {wait_s:g} s ({detail}); start workers with --resources "
                 f"{' or '.join(f'{kind}=1' for kind, count in missing.items() if count > 0)}, "
-                "lower cluster.rollout_workers or cluster.trainer_ranks, or raise cluster.wait_s"
+                "start services of this preset's size (`python -m infra.local down`, then `up "
+                "--preset NAME`), lower cluster.rollout_workers or cluster.trainer_ranks, or raise "
+                "cluster.wait_s"
             )
         pause.wait(0.1)
 

@@ -66,7 +66,8 @@ def services(config: TrainConfig, home: Path | None = None) -> Iterator[Services
     ones. For the duration the environment holds the local store's credentials.
 
     Raises:
-        ConfigError: a scheduler elsewhere is named without the store its workers share.
+        ConfigError: a scheduler elsewhere is named without the store its workers share, or a store
+            other than that of `up`'s services without a scheduler.
         StoreError: the store does not answer or refuses the credentials.
         ClusterError: the scheduler does not answer or lacks workers.
         ServiceError: an embedded service does not start, or `up`'s are partly dead.
@@ -85,7 +86,13 @@ def services(config: TrainConfig, home: Path | None = None) -> Iterator[Services
         api = record.prefect_api if record else None
         with base_workers(cluster, folder):
             yield _checked(config, Services(store, cluster.scheduler, api, embedded=False))
-    elif record is not None and cluster.store_endpoint is None:
+    elif record is not None:
+        if cluster.store_endpoint not in (None, record.store_endpoint):
+            raise ConfigError(
+                f"cluster.store_endpoint is {cluster.store_endpoint!r}, and the services that run "
+                f"use {record.store_endpoint!r}: their workers cannot know another; run "
+                "`python -m infra.local down` first, or name cluster.scheduler too"
+            )
         with _standing_store(record, folder, cluster.store_bucket) as store:
             attached = Services(store, record.scheduler, record.prefect_api, embedded=False)
             yield _checked(config, attached)
@@ -148,14 +155,17 @@ def store_alone(
     else:
         raise ConfigError(
             f"no services run, and {folder} holds no store; expected the state folder of earlier "
-            "runs: set KINDLING_HOME, or name the store's --endpoint"
+            "runs: set KINDLING_HOME, or name the store (--endpoint, or --set "
+            "cluster.store_endpoint=URL)"
         )
 
 
 @contextmanager
 def _standing_store(record: Record, home: Path, bucket: str) -> Iterator[StoreLocation]:
-    """The store that `up` started; its credentials are set while this lasts."""
-    with environment(read_credentials(home / "store").environment()):
+    """The store of `up`'s services. The credentials are set while this lasts if `up` started it,
+    else they are in the environment."""
+    own = read_credentials(home / "store").environment() if record.keeps_store else {}
+    with environment(own):
         yield StoreLocation(record.store_endpoint, bucket)
 
 

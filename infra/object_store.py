@@ -19,6 +19,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from infra.processes import Child, ProcessGroup, environment, free_ports
+from infra.state import STORE
 from tasks.errors import ServiceError, StoreError
 from tasks.store import ObjectStore, StoreLocation
 
@@ -138,7 +139,7 @@ def _launch(group: ProcessGroup, folder: Path, bucket: str) -> tuple[Child, Stor
         **ports,
     }
     child = group.start(
-        "store",
+        STORE,
         [weed_binary(), "mini", *(f"-{name}={value}" for name, value in options.items())],
         # The user's own AWS credentials must not become an identity of this server; a Go heap
         # limit keeps it small beside the engines.

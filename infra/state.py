@@ -19,6 +19,9 @@ from pathlib import Path
 from infra.processes import ROOT, Child, is_alive
 from tasks.errors import ServiceError
 
+STORE = "store"
+"""Name of the process that is the object store."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -31,6 +34,11 @@ class Record:
     scheduler: str
     prefect_api: str
     children: tuple[Child, ...]
+
+    @property
+    def keeps_store(self) -> bool:
+        """Whether the store is one of them, and its credentials are in the state folder."""
+        return any(child.name == STORE for child in self.children)
 
     def dead(self) -> list[str]:
         """Names of the services that no longer run."""

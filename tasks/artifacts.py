@@ -141,9 +141,9 @@ def _report(
         link_text=f"Report of version {record.version}",
         key="report",
         description=(
-            f"{record.line()}\n\nThe link opens for {LINK_S // 86_400} days while the store runs, "
-            f"for whoever has it. The same page is `{path}` on `{socket.gethostname()}`, and "
-            f"`{key}` in the store."
+            f"{record.line()}\n\nThe link opens for {LINK_S // 86_400} days, for whoever has it, "
+            f"while the store runs that it was made by. The same page is `{path}` on "
+            f"`{socket.gethostname()}`, and `{key}` in the store."
         ),
     )
     return path

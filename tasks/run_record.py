@@ -60,9 +60,10 @@ def record_run(store: ObjectStore, name: str, inputs: Inputs, policy: str | None
 
 def played_otherwise(then: dict[str, Any], config: TrainConfig) -> list[str]:
     """In what an evaluation by this configuration plays otherwise than the run that was recorded
-    with another: the instruction, the limits of a trajectory, the searches."""
+    with another: the instruction, the limits of a trajectory, the searches; and whether on other
+    questions, which that run may have learned from."""
     was, now = _as_now(then), config.model_dump(mode="json")
-    sections = ("model", "retrieval", "rollout")
+    sections = ("model", "data", "retrieval", "rollout")
     found = _differences({s: was[s] for s in sections}, {s: now[s] for s in sections})
     return [one for one in found if one.split(" ")[0] not in _OF_NO_TRAJECTORY]
 

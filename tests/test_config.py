@@ -51,6 +51,13 @@ def test_every_preset_resolves() -> None:
         assert pickle.loads(pickle.dumps(resolved)) == resolved  # noqa: S301
 
 
+def test_no_demonstrations_are_no_warm_start() -> None:
+    assert resolve("smollm2").model.warm_start is not None
+    off = {"model": {"warm_start": {"demonstrations": 0}}}
+    for overrides in (off, Overrides.model_validate(off)):
+        assert resolve("smollm2", overrides).model.warm_start is None
+
+
 def test_every_field_has_help() -> None:
     for name, said in _leaves(TrainConfig).items():
         assert said.get("description", "").strip(), name

@@ -21,10 +21,14 @@ FOLDER = Path(__file__).resolve().parent.parent / "deployments"
 @pytest.fixture(scope="module")
 def deployments() -> dict[str, dict[str, Any]]:
     content = yaml.safe_load((FOLDER / "prefect.yaml").read_text())
-    return {
-        f"{entry['entrypoint'].split(':')[1]}/{entry['name']}": entry
-        for entry in content["deployments"]
-    }
+    return {f"{_flow_of(entry).name}/{entry['name']}": entry for entry in content["deployments"]}
+
+
+def _flow_of(entry: dict[str, Any]) -> Flow[Any, Any]:
+    path, name = entry["entrypoint"].split(":")
+    found = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+    assert isinstance(found, Flow)
+    return found
 
 
 def test_what_is_deployed(deployments: dict[str, dict[str, Any]]) -> None:
@@ -33,18 +37,14 @@ def test_what_is_deployed(deployments: dict[str, dict[str, Any]]) -> None:
         "train/nightly",
         "evaluate/evaluate",
         "sweep/tiny",
-        "warm_start/warm-start",
-        "collect_garbage/collect-garbage",
+        "warm-start/warm-start",
+        "collect-garbage/collect-garbage",
     }
 
 
 def test_entrypoints_and_parameters_are_real(deployments: dict[str, dict[str, Any]]) -> None:
     for entry in deployments.values():
-        path, name = entry["entrypoint"].split(":")
-        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-        found = getattr(module, name)
-        assert isinstance(found, Flow)
-        assert set(entry["parameters"]) <= set(found.parameters.properties)
+        assert set(entry["parameters"]) <= set(_flow_of(entry).parameters.properties)
         resolve(entry["parameters"]["preset"])
 
 
@@ -60,7 +60,7 @@ def test_the_nightly_run_is_skipped_while_one_runs(
 def test_garbage_is_collected_weekly_and_only_once_at_a_time(
     deployments: dict[str, dict[str, Any]],
 ) -> None:
-    weekly = deployments["collect_garbage/collect-garbage"]
+    weekly = deployments["collect-garbage/collect-garbage"]
     (schedule,) = weekly["schedules"]
     assert schedule["cron"].split()[2:4] == ["*", "*"]
     assert schedule["cron"].split()[4] == "0"  # Sundays

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from infra.cluster import (
     visible_gpus,
     wait_for_workers,
 )
-from infra.local import prefect_api, services
+from infra.local import prefect_api, services, store_alone
+from infra.object_store import read_credentials
 from infra.processes import (
     ROOT,
     TOKEN_VARIABLE,
@@ -37,7 +39,15 @@ from infra.processes import (
     is_alive,
     stop_children,
 )
-from infra.state import Record, home_folder, living_services, locked, read_record, write_record
+from infra.state import (
+    STORE,
+    Record,
+    home_folder,
+    living_services,
+    locked,
+    read_record,
+    write_record,
+)
 from tasks.cluster import workers_of
 from tasks.errors import ClusterError, ConfigError, SchedulerLost, ServiceError
 from tasks.presets import resolve
@@ -304,6 +314,34 @@ class TestUpStatusDown:
                 assert future.result(60) == b"1"
         assert "AWS_SECRET_ACCESS_KEY" not in os.environ
 
+    def test_a_run_with_another_store_is_told_what_to_do(self, standing: Path) -> None:
+        record = read_record(standing)
+        assert record is not None
+        named = {"cluster": {"store_endpoint": record.store_endpoint}}
+        with services(resolve("tiny", named), standing) as found:
+            assert found.store.endpoint == record.store_endpoint
+        other = {"cluster": {"store_endpoint": "http://127.0.0.1:1"}}
+        with (
+            pytest.raises(ConfigError, match=r"down` first, or name cluster\.scheduler"),
+            services(resolve("tiny", other), standing),
+        ):
+            pass
+
+    def test_credentials_of_a_store_elsewhere_stay(
+        self, standing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Services that were started for a store that is not theirs."""
+        record = read_record(standing)
+        assert record is not None
+        others = tuple(child for child in record.children if child.name != STORE)
+        write_record(tmp_path, replace(record, children=others))
+        for name, value in read_credentials(standing / "store").environment().items():
+            monkeypatch.setenv(name, value)
+        with services(resolve("tiny"), tmp_path) as found:
+            ObjectStore(found.store).put("elsewhere", b"1")
+        with store_alone(home=tmp_path) as store:
+            assert store.get("elsewhere") == b"1"
+
     def test_worker_environment(self, standing: Path) -> None:
         config = resolve("tiny")
         with services(config, standing) as found, connect(found.scheduler, 20) as client:
@@ -385,6 +423,7 @@ def _read_from_worker(location: object) -> bytes:
 
 EMBEDDED_RUN = """
 import sys, threading
+from dataclasses import replace
 from pathlib import Path
 from infra.local import services
 from tasks.presets import resolve

