@@ -123,7 +123,7 @@ def evaluate(
     from tasks import artifacts
     from tasks.evaluation.outcomes import METRIC_NAMES, compare
     from tasks.inputs import load_inputs
-    from tasks.run import existing_version
+    from tasks.run import check_playable
     from tasks.run_record import played_otherwise, recorded
     from tasks.store import ObjectStore
 
@@ -134,9 +134,9 @@ def evaluate(
         raise ConfigError("one held-out question cannot be compared; raise data.held_out_questions")
     with attached(config, get_run_logger()) as cluster:
         for target in targets:  # both, before the first takes its time
+            check_playable(inputs, cluster, *target)
             if target.run is not None:
                 store = ObjectStore(cluster.store)
-                existing_version(store, target.run, target.version)
                 record = recorded(store, target.run)
                 for difference in played_otherwise(record["config"], config) if record else ():
                     cluster.log.warning("evaluated otherwise than %s: %s", target.run, difference)

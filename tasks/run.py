@@ -33,8 +33,8 @@ from tasks.training import checkpoint
 from tasks.training.member import TrainerSpec
 from tasks.training.policy import resolve_model_dir
 from tasks.training.trainers import Trainers
-from tasks.weights.checkpoint import publish_checkpoint
-from tasks.weights.commit import Published, existing_ref
+from tasks.weights.checkpoint import heads_in, publish_checkpoint, shapes_in
+from tasks.weights.commit import Published, existing_ref, load_manifest
 
 STALENESS_BOUND = 0
 
@@ -240,6 +240,45 @@ def open_evaluation(
         yield OpenEvaluation(name, fleet, store, version)
     finally:
         fleet.close()
+
+
+def check_playable(
+    inputs: Inputs,
+    cluster: Attached,
+    run: str | None,
+    version: int | None,
+    checkpoint_path: str | None,
+) -> None:
+    """Whether `open_evaluation` could serve this, found without an engine.
+
+    Raises:
+        ConfigError: there is no such run or version, or it is of another architecture than
+            model.path, whose engines would play it.
+        PolicyError: there is no such checkpoint.
+    """
+    known: dict[str, Any] = dict(shapes_in(inputs.model_dir))
+    found: dict[str, Any]
+    if run is None:
+        assert checkpoint_path is not None
+        folder = resolve_model_dir(checkpoint_path, cluster.cache_dir / "models")
+        known |= heads_in(inputs.model_dir)
+        found = shapes_in(folder) | heads_in(folder)
+    else:
+        store = ObjectStore(cluster.store)
+        existing_version(store, run, version)
+        manifest = load_manifest(store, run, existing_ref(store, run))
+        found = {tensor.name: tensor.shape for tensor in manifest.tensors}
+    # Where it is tied to the embedding, some files hold it all the same.
+    names = (known.keys() | found.keys()) - {"lm_head.weight"}
+    differ = sorted(name for name in names if known.get(name) != found.get(name))
+    if differ:
+        first = differ[0]
+        raise ConfigError(
+            f"{run or checkpoint_path} is of another architecture than model.path = "
+            f"{inputs.config.model.path!r}, whose engines would play it: {first} is "
+            f"{found.get(first)} there and {known.get(first)} here ({len(differ)} differ); give "
+            "its own preset, or set model.path to a model like it"
+        )
 
 
 def existing_version(store: ObjectStore, run: str, version: int | None) -> int:
