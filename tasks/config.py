@@ -63,15 +63,16 @@ class WarmStartConfig(Section):
     good_share: float = Field(1.0, gt=0, le=1, description="Share of the others that plays well.")
     think: Literal["never", "comparison", "always"] = Field(
         "never",
-        description="Questions for which the supporting sentences found so far are noted in "
-        "<think> after each search; rollout.max_new_tokens must have room for them.",
+        description="Questions for which a good demonstration notes in <think>, before it answers, "
+        "how the answer follows: the row's rationale, else its supporting sentences. "
+        "rollout.max_new_tokens must have room for them.",
     )
     readings: int = Field(
         0,
         ge=0,
-        description="Before all others, demonstrations that have the last of these notes given and "
-        "teach the answer alone; then every third batch is of them. What follows from facts is "
-        "learned sooner from a few tokens than at the end of many.",
+        description="Before all others, demonstrations that have this note given and teach the "
+        "answer alone; then every third batch is of them. What follows from a note is learned from "
+        "a few tokens and not, or late, at the end of many.",
     )
     worlds: int = Field(
         0,

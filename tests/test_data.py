@@ -57,8 +57,14 @@ def test_a_row_becomes_a_question() -> None:
             Passage("Ann", "Ann 0 is from Paris."),
         ),
         gold_titles=("Film A", "Ann"),
-        facts=("Film A is by Ann. It is long.", ""),
+        rationale="Film A is by Ann. It is long.",
     )
+
+
+def test_a_row_may_say_how_its_answer_follows() -> None:
+    assert from_row(row(rationale="Ann is the director."), 0).rationale == "Ann is the director."
+    neither = row(supporting_facts={"title": ["Ann", "Elsewhere"], "sent_id": [7, 0]})
+    assert from_row(neither, 0).rationale == ""
 
 
 def test_pool_keeps_first_appearances_and_tells_texts_apart() -> None:
@@ -73,6 +79,7 @@ def test_pool_keeps_first_appearances_and_tells_texts_apart() -> None:
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"answer": 7}, "answer", "expected text, found int 7"),
+    ({"rationale": ["a"]}, "rationale", "expected text, found list"),
     ({"answer": None}, "answer", "null"),
     ({"answer": " "}, "answer", "is empty"),
     ({"question": ""}, "question", "is empty"),

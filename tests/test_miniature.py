@@ -98,6 +98,28 @@ def test_worlds_to_learn_from_compare_more(train: list[dict]) -> None:
     assert compares(miniature.generate("train", 1)) == pytest.approx(2 / 3, abs=5e-3)
 
 
+def test_a_comparisons_rationale_leads_to_its_answer(train: list[dict]) -> None:
+    for row in train:
+        if row["type"] == "bridge":
+            assert row["rationale"] is None
+            continue
+        passages = dict(zip(row["context"]["title"], row["context"]["sentences"], strict=True))
+        facts = ["".join(passages[title]) for title in row["supporting_facts"]["title"]]
+        compared, _, first = row["rationale"].partition(": ")
+        sides = compared.split(", ")
+        if row["answer"] in ("yes", "no"):
+            assert [side in fact for side, fact in zip(sides, facts, strict=True)] == [True, True]
+            assert row["answer"] == ("yes" if sides[0] == sides[1] else "no")
+        else:
+            years = [side.split(" ", 1) for side in sides]
+            assert all(
+                year in fact and name in fact
+                for (year, name), fact in zip(years, facts, strict=True)
+            )
+            assert min(years) == first.split(" = ", 1)
+            assert row["answer"] == min(years)[1]
+
+
 def test_an_unknown_split_is_refused() -> None:
     with pytest.raises(DataError, match="train, held_out"):
         miniature.generate("test")

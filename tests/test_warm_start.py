@@ -173,7 +173,7 @@ def test_a_question_without_supporting_facts_and_titles_that_find_nothing(
     bare = replace(corpus.questions[0], gold_titles=())
     assert play.good(bare) is None
     assert all(play.bad(bare, random.Random(i)) is None for i in range(20))
-    unknown = replace(corpus.questions[0], gold_titles=("!!!", " "), facts=("", ""))
+    unknown = replace(corpus.questions[0], gold_titles=("!!!", " "), rationale="")
     assert "<search> !!!</search>" in spoken(tokenizer, play.good(unknown))
     for i in range(20):
         assert "</answer>" in spoken(tokenizer, play.bad(unknown, random.Random(i)))
@@ -217,43 +217,38 @@ def thinking(**warm: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize("think", ["comparison", "always"])
-def test_what_was_found_is_noted_after_each_search(
+def test_how_the_answer_follows_is_noted_before_it(
     tokenizer: Any, corpus: Corpus, think: str
 ) -> None:
     play = Demonstrator(protocol(tokenizer), corpus.retriever, thinking(think=think))
     seen = set()
     for question in corpus.questions[:50]:
         said = spoken(tokenizer, play.good(question))
-        reading = play.reading(question)
+        first, second = question.gold_titles
+        note = f"<think> {question.rationale}</think>"
         if question.kind != "comparison" and think == "comparison":
-            assert "<think>" not in said
-            assert reading is None
-            continue
-        seen.add(question.kind)
-        (first, second), (one, two) = question.gold_titles, question.facts
-        assert first in one
-        assert second in two
-        answer = f"<answer> {question.answers[0]}</answer>"
-        known = f"<think> {one} {two}</think>{answer}"
+            note = ""
+        reading = play.reading(question)
+        assert (reading is not None) == bool(note)
+        if reading is not None:
+            answer = f"<answer> {question.answers[0]}</answer>"
+            assert spoken(tokenizer, reading) == answer, "the note is given"
+            assert tokenizer.decode(reading.ids).endswith(note + answer)
         assert said == (
-            f"<search> {first}</search><think> {one}</think><search> {second}</search>{known}"
+            f"<search> {first}</search><search> {second}</search>"
+            f"{note}<answer> {question.answers[0]}</answer>"
         )
-        assert reading is not None
-        assert spoken(tokenizer, reading) == answer, "the note is given"
-        assert tokenizer.decode(reading.ids).endswith(known)
-    assert seen == ({"comparison"} if think == "comparison" else {"bridge", "comparison"})
+        seen.add((question.kind, bool(note)))
+    assert seen == {("comparison", True), ("bridge", think == "always")}
 
 
-def test_notes_need_room_in_a_turn_and_facts_to_state(tokenizer: Any, corpus: Corpus) -> None:
+def test_a_note_needs_room_in_a_turn_and_something_to_say(tokenizer: Any, corpus: Corpus) -> None:
     short = thinking(think="always").model_dump() | {"rollout": {"max_new_tokens": 24}}
     play = Demonstrator(protocol(tokenizer), corpus.retriever, resolve("tiny", short))
-    assert play.good(corpus.questions[0]) is None, "24 tokens hold no two sentences"
+    bridge = next(question for question in corpus.questions if question.kind == "bridge")
+    assert play.good(bridge) is None, "24 tokens hold no two sentences"
     play = Demonstrator(protocol(tokenizer), corpus.retriever, thinking(think="always"))
-    bare = replace(corpus.questions[0], facts=("", ""))
-    assert "<think>" not in spoken(tokenizer, play.good(bare))
-    assert play.reading(bare) is None
-    half = replace(bare, facts=("", corpus.questions[0].facts[1]))
-    assert spoken(tokenizer, play.good(half)).count("<think>") == 1
+    assert "<think>" not in spoken(tokenizer, play.good(replace(bridge, rationale="")))
 
 
 def test_readings_come_first_and_then_every_third_batch(tokenizer: Any, corpus: Corpus) -> None:

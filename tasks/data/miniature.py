@@ -119,13 +119,18 @@ def _names(first: Sequence[str], second: Sequence[str], split: Split, salt: str)
 
 @dataclass(frozen=True)
 class Example:
-    """A question with the entities it needs, in the order a searcher meets them."""
+    """A question with the entities it needs, in the order a searcher meets them.
+
+    rationale: what is to be compared, side by side, and what of it comes first; None where the
+        answer stands in a passage.
+    """
 
     question: str
     answer: str
     kind: Literal["bridge", "comparison"]
     gold: tuple[Entity, ...]
     sentence: tuple[int, ...]
+    rationale: str | None = None
 
 
 class World:
@@ -225,7 +230,7 @@ def _born_first(world: World, rng: random.Random) -> Example:
         a, b = rng.sample(world.people, 2)
     first = min(a, b, key=lambda person: person.year)
     question = f"Who was born first, {a.name} or {b.name}?"
-    return Example(question, first.name, "comparison", (a, b), (0, 0))
+    return Example(question, first.name, "comparison", (a, b), (0, 0), _years(a, b, first))
 
 
 def _released_first(world: World, rng: random.Random) -> Example:
@@ -234,7 +239,11 @@ def _released_first(world: World, rng: random.Random) -> Example:
         a, b = rng.sample(world.films, 2)
     first = min(a, b, key=lambda film: film.year)
     question = f"Which film came out first, {a.name} or {b.name}?"
-    return Example(question, first.name, "comparison", (a, b), (1, 1))
+    return Example(question, first.name, "comparison", (a, b), (1, 1), _years(a, b, first))
+
+
+def _years(a: Person | Film, b: Person | Film, first: Person | Film) -> str:
+    return f"{a.year} {a.name}, {b.year} {b.name}: {first.year} = {first.name}"
 
 
 def _same_town(world: World, rng: random.Random) -> Example:
@@ -245,7 +254,8 @@ def _same_town(world: World, rng: random.Random) -> Example:
         while a.town == b.town:
             a, b = rng.sample(world.people, 2)
     question = f"Were {a.name} and {b.name} born in the same town?"
-    return Example(question, "yes" if same else "no", "comparison", (a, b), (0, 0))
+    places = f"{a.town.name}, {b.town.name}"
+    return Example(question, "yes" if same else "no", "comparison", (a, b), (0, 0), places)
 
 
 def _same_director(world: World, rng: random.Random) -> Example:
@@ -256,7 +266,8 @@ def _same_director(world: World, rng: random.Random) -> Example:
         while a.director == b.director:
             a, b = rng.sample(world.films, 2)
     question = f"Are {a.name} and {b.name} by the same director?"
-    return Example(question, "yes" if same else "no", "comparison", (a, b), (0, 0))
+    directors = f"{a.director.name}, {b.director.name}"
+    return Example(question, "yes" if same else "no", "comparison", (a, b), (0, 0), directors)
 
 
 _MAKERS = {
@@ -313,6 +324,7 @@ def _row(row_id: str, example: Example, context: list[Entity]) -> dict[str, Any]
         "id": row_id,
         "question": example.question,
         "answer": example.answer,
+        "rationale": example.rationale,
         "type": example.kind,
         "level": "hard",
         "supporting_facts": {

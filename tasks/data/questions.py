@@ -2,7 +2,8 @@
 
 The row layout is the one of `hotpotqa/hotpot_qa` on the hub (Yang et al. 2018): `id`, `question`,
 `answer`, `type`, `level`, `supporting_facts {title, sent_id}` and `context {title, sentences}`,
-where the two lists inside a field run in parallel.
+where the two lists inside a field run in parallel. A row may also have `rationale`, a text of how
+the answer follows from what the passages say.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Question:
     """A question, the answers that count (HotpotQA has one), and the paragraphs it came with.
 
     gold_titles: the distinct titles of its supporting facts, in their order.
-    facts: the supporting sentences under each of those titles, as one text that names the title;
-        "" where the passage or the sentence is missing.
+    rationale: how the answer follows; where the row does not say, its supporting sentences, title
+        by title. "" where these are missing, too.
     """
 
     id: str
@@ -41,7 +42,7 @@ class Question:
     level: str
     context: tuple[Passage, ...]
     gold_titles: tuple[str, ...]
-    facts: tuple[str, ...]
+    rationale: str
 
 
 def from_row(row: Mapping[str, Any], index: int) -> Question:
@@ -82,7 +83,9 @@ def from_row(row: Mapping[str, Any], index: int) -> Question:
             for title, paragraph in zip(titles, sentences, strict=True)
         ),
         gold_titles=tuple(dict.fromkeys(gold)),
-        facts=tuple(_facts(dict(zip(titles, sentences, strict=True)), gold, sentence_ids)),
+        rationale=_text(row, "rationale", index)
+        if row.get("rationale") is not None
+        else " ".join(_facts(dict(zip(titles, sentences, strict=True)), gold, sentence_ids)),
     )
 
 
@@ -93,7 +96,8 @@ def _facts(
         passage = passages.get(title, ())
         wanted = {n for other, n in zip(titles, numbers, strict=True) if other == title}
         text = " ".join(passage[n].strip() for n in sorted(wanted) if 0 <= n < len(passage))
-        yield text if not text or title in text else f"{title}: {text}"
+        if text:
+            yield text if title in text else f"{title}: {text}"
 
 
 def pool(questions: Iterable[Question]) -> tuple[Passage, ...]:

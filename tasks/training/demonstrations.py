@@ -3,9 +3,8 @@
 A good one searches the gold titles in turn and gives the answer. The others show the protocol
 played badly (a guess, a vague query, a search led astray, an answer too early, a missing tag): they
 leave the policy fluent in the protocol and poor at the task, which is what reinforcement learning
-starts from. After each search the supporting sentences found so far may be noted in <think>, as
-Search-R1's instruction asks for: what follows from two facts is easier said with both at hand than
-from two pages.
+starts from. Before it answers, a good one may note in <think> how the answer follows, as the
+instruction of Search-R1 asks for.
 """
 
 from __future__ import annotations
@@ -59,20 +58,19 @@ class Demonstrator:
         self._think = settings_of(config).think
 
     def good(self, question: Question) -> Demonstration | None:
-        """Searches every gold title, then answers; takes notes where it is asked to."""
+        """Searches every gold title, then answers, with a note before it where one is asked for."""
         if not 0 < len(question.gold_titles) <= self._max_searches:
             return None
         play = Play(self._protocol, question.question)
-        notes = self._notes(question)
-        for title, note in zip(question.gold_titles, ["", *notes[:-1]], strict=True):
-            play.act(f"{note}<search> {title}</search>")
+        for title in question.gold_titles:
+            play.act(f"<search> {title}</search>")
             play.observe(self._protocol.observation(self._search(title)))
-        play.act(f"{notes[-1]}<answer> {question.answers[0]}</answer>")
+        play.act(f"{self._note(question)}<answer> {question.answers[0]}</answer>")
         return self._done(play)
 
     def reading(self, question: Question) -> Demonstration | None:
-        """The last note of a good one as given, then the answer; None where there is no note."""
-        note = self._notes(question)[-1] if question.facts else ""
+        """Only the answer, the note before it given; None where there is no note."""
+        note = self._note(question)
         if not note:
             return None
         play = Play(self._protocol, question.question)
@@ -81,16 +79,9 @@ class Demonstrator:
         made = self._done(play)
         return None if made is None else replace(made, is_reading=True)
 
-    def _notes(self, question: Question) -> list[str]:
-        """What is known after each search: all facts so far, one beside the other. A policy of 0.9M
-        parameters got .80 of yes/no questions right so, after 500 steps of 32 demonstrations; with
-        a page between the two facts .48, and .45 after 600 with readings on the way."""
-        if self._think not in ("always", question.kind):
-            return [""] * len(question.facts)
-        known = [
-            " ".join(filter(None, question.facts[: i + 1])) for i in range(len(question.facts))
-        ]
-        return [f"<think> {facts}</think>" if facts else "" for facts in known]
+    def _note(self, question: Question) -> str:
+        noted = self._think in ("always", question.kind) and question.rationale
+        return f"<think> {question.rationale}</think>" if noted else ""
 
     def bad(self, question: Question, rng: random.Random) -> Demonstration | None:
         """One fault, then a wrong title for an answer."""

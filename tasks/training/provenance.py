@@ -53,7 +53,7 @@ def digest_of_model(folder: Path) -> str:
 def text_of_questions(questions: Sequence[Question]) -> bytes:
     """Of questions, all that a demonstration shows, one JSON line each; their passages aside."""
     lines = [
-        [q.id, q.question, list(q.answers), list(q.gold_titles), list(q.facts)] for q in questions
+        [q.id, q.question, list(q.answers), list(q.gold_titles), q.rationale] for q in questions
     ]
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
