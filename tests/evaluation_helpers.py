@@ -35,7 +35,7 @@ def question(
 ) -> Question:
     film = f"The Quiet Harbor {number}"
     text = f"In which year was the director of {film} born?"
-    return Question(f"q{number}", text, (gold,), kind, level, (), (film, "Ada Brandt"), ("", ""))
+    return Question(f"q{number}", text, (gold,), kind, level, (), (film, "Ada Brandt"), "")
 
 
 def trajectory(

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,7 +56,6 @@ from tasks.rollout.worker import Warm
 from tasks.run import Run
 from tasks.store import ObjectStore, StoreLocation
 from tasks.training import stored_policy
-from tasks.training.policy import resolve_model_dir
 from tasks.warm import warm as warm_state
 from tasks.weights.__main__ import app
 from tasks.weights.commit import load_manifest, read_ref
@@ -492,7 +492,7 @@ def test_resuming_with_other_settings_is_refused(second: Result) -> None:
         train(preset="tiny", overrides=overrides(SECOND), resume="no-such-run")
 
 
-def test_evaluate_any_version_or_checkpoint(second: Result, home: Path) -> None:
+def test_evaluate_any_version_or_checkpoint(second: Result, tmp_path: Path) -> None:
     few = overrides({"data": {"held_out_questions": 10}, "evaluation": {"samples": 2}})
     newest: Scores = evaluate(
         preset="tiny", run=second.run, against=f"{second.run}:0", overrides=few
@@ -514,10 +514,14 @@ def test_evaluate_any_version_or_checkpoint(second: Result, home: Path) -> None:
     with pytest.raises(ConfigError, match="give either"):
         evaluate(preset="tiny", overrides=few)
     # Of another architecture, before an engine fails on it.
-    other = str(resolve_model_dir("tiny-new", home / "cache" / "models"))
-    for one in ({"checkpoint": other}, {"run": second.run, "against": other}):
-        with pytest.raises(ConfigError, match=r"another architecture.*layers\.3"):
-            evaluate(preset="tiny", overrides=few, **one)
+    alien = tmp_path / "alien"
+    shutil.copytree(TINY, alien)
+    layout = json.loads((alien / "config.json").read_text())
+    (alien / "config.json").write_text(json.dumps(layout | {"num_attention_heads": 8}))
+    with pytest.raises(ConfigError, match="another architecture.*num_attention_heads is 8"):
+        evaluate(preset="tiny", overrides=few, checkpoint=str(alien))
+    with pytest.raises(ConfigError, match="another architecture.*num_attention_heads is 8"):
+        evaluate(preset="tiny", overrides=few, run=second.run, against=str(alien))
     # Named wrongly, the second is refused before the first is evaluated.
     for against, problem in ((f"{second.run}:99", "not 99"), ("a:b", "expected RUN")):
         with pytest.raises(ConfigError, match=problem):

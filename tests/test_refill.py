@@ -92,7 +92,7 @@ def test_it_asks_for_as_many_as_the_share_so_far_makes_likely() -> None:
 
 
 QUESTIONS = [
-    Question(f"q{i}", f"who {i}?", ("a",), "bridge", "hard", (), (), ()) for i in range(30)
+    Question(f"q{i}", f"who {i}?", ("a",), "bridge", "hard", (), (), "") for i in range(30)
 ]
 
 

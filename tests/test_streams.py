@@ -31,7 +31,7 @@ STREAMS = st.integers(0, 2**32 - 1)
 def _questions(count: int) -> list[Question]:
     context = (Passage("Ada", "An actor."),)
     return [
-        Question(f"q{i}", "Who?", ("Ada",), "bridge", "easy", context, ("Ada",), ("",))
+        Question(f"q{i}", "Who?", ("Ada",), "bridge", "easy", context, ("Ada",), "")
         for i in range(count)
     ]
 
