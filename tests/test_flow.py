@@ -518,9 +518,9 @@ def test_evaluate_any_version_or_checkpoint(second: Result, tmp_path: Path) -> N
     shutil.copytree(TINY, alien)
     layout = json.loads((alien / "config.json").read_text())
     (alien / "config.json").write_text(json.dumps(layout | {"num_attention_heads": 8}))
-    with pytest.raises(ConfigError, match="another architecture.*num_attention_heads is 8"):
+    with pytest.raises(ConfigError, match=r"another architecture.*num_attention_heads is 8"):
         evaluate(preset="tiny", overrides=few, checkpoint=str(alien))
-    with pytest.raises(ConfigError, match="another architecture.*num_attention_heads is 8"):
+    with pytest.raises(ConfigError, match=r"another architecture.*num_attention_heads is 8"):
         evaluate(preset="tiny", overrides=few, run=second.run, against=str(alien))
     # Named wrongly, the second is refused before the first is evaluated.
     for against, problem in ((f"{second.run}:99", "not 99"), ("a:b", "expected RUN")):
