@@ -8,7 +8,7 @@ puts preset and overrides together.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -48,8 +48,9 @@ class WarmStartConfig(Section):
 
     demonstrations: int = Field(
         ge=0,
-        description="Demonstration trajectories, each used once: the first so many questions or "
-        "lines; where there are fewer, these are taken again in turn. 0: no warm start.",
+        description="Demonstration trajectories, each used once: of so many questions, drawn by "
+        "the seed, or the first so many lines; where there are fewer, these are taken again in "
+        "turn. 0: no warm start.",
     )
     trajectories: str | None = Field(
         None,
@@ -128,7 +129,9 @@ class ModelConfig(Section):
 
     @field_validator("warm_start")
     @classmethod
-    def _none_of_no_demonstrations(cls, warm_start: WarmStartConfig | None) -> Any:
+    def _none_of_no_demonstrations(
+        cls, warm_start: WarmStartConfig | None
+    ) -> WarmStartConfig | None:
         return warm_start if warm_start and warm_start.demonstrations else None
 
     @model_validator(mode="after")
