@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from typing import Any
 
 import s3fs
 
@@ -10,9 +12,25 @@ CONNECT_S = 5.0
 READ_S = 30.0  # a store that shares two cores with training can be late without being gone
 
 
+class _Client(s3fs.S3FileSystem):
+    @staticmethod
+    def close_session(loop: Any, s3: Any) -> None:
+        """Closes the connections of a client that nobody holds any more, in the loop they live in.
+
+        s3fs takes the loop that runs where the garbage collector comes by, if any (Prefect's,
+        Dask's); aiohttp fails there and the failure is logged as nobody's.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            s3fs.S3FileSystem.close_session(loop, s3)
+        else:
+            asyncio.run_coroutine_threadsafe(s3.__aexit__(None, None, None), loop)
+
+
 def connect(endpoint: str) -> s3fs.S3FileSystem:
     """A client of an endpoint, with the environment's credentials; makes no request yet."""
-    client = s3fs.S3FileSystem(
+    client = _Client(
         endpoint_url=endpoint,
         use_listings_cache=False,  # other processes write too
         skip_instance_cache=True,  # a new ObjectStore reads the environment's credentials again

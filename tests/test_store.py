@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec.asyn
 import numpy as np
 import psutil
 import pytest
@@ -257,6 +258,30 @@ class TestTravelling:
         with pytest.raises(StoreError) as caught:
             StoreLocation(endpoint, "b")
         assert "secret" not in str(caught.value)
+
+    def test_is_closed_in_its_own_loop_wherever_it_is_collected(
+        self, store_location: StoreLocation
+    ) -> None:
+        failed: list[dict[str, Any]] = []
+        clients: list[weakref.ref[Any]] = []
+
+        async def collect() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, why: failed.append(why))
+            store = ObjectStore(store_location)
+            await asyncio.to_thread(store.put, "x", b"1")
+            client = store._client
+            assert client is not None
+            loop, clients[:] = client.loop, [weakref.ref(client)]
+            del store, client
+            gc.collect()
+            # What was begun in either loop by then has ended.
+            for _ in range(20):
+                await asyncio.to_thread(fsspec.asyn.sync, loop, asyncio.sleep, 0)
+            gc.collect()
+
+        asyncio.run(collect())
+        assert clients[0]() is None
+        assert failed == []
 
 
 class TestUnreachable:
