@@ -71,9 +71,9 @@ class WarmStartConfig(Section):
     readings: int = Field(
         0,
         ge=0,
-        description="Before all others, demonstrations that have this note given and teach the "
-        "answer alone; then every third batch is of them. What follows from a note is learned from "
-        "a few tokens and not, or late, at the end of many.",
+        description="Before all others, demonstrations that have this note given, up to its last "
+        "colon, and teach what follows from it; then every third batch is of them. It is learned "
+        "from a few tokens and not, or late, at the end of many.",
     )
     worlds: int = Field(
         0,

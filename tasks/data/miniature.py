@@ -243,7 +243,7 @@ def _released_first(world: World, rng: random.Random) -> Example:
 
 
 def _years(a: Person | Film, b: Person | Film, first: Person | Film) -> str:
-    return f"{a.year} {a.name}, {b.year} {b.name}: {first.year} = {first.name}"
+    return f"{a.year} {a.name}, {b.year} {b.name}: {first.year} {first.name}"
 
 
 def _same_town(world: World, rng: random.Random) -> Example:

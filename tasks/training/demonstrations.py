@@ -25,6 +25,10 @@ from tasks.retrieval.retriever import Bm25Retriever, Retriever
 from tasks.rollout.protocol import SearchProtocol
 
 FAULTS = ("guess", "early", "astray", "vague", "untagged")
+# A comparison's second page has to be found by the question's own words: wrong queries shown there
+# are learned as the way to copy a title ("Golden Castle" for "Golden Promise"), and since a guess
+# is often right the reward hardly unteaches them.
+_FAULTS_OF_COMPARISONS = ("guess", "early", "untagged")
 _SEARCHES = {"early": 1, "astray": 2, "vague": 1}
 
 
@@ -69,13 +73,17 @@ class Demonstrator:
         return self._done(play)
 
     def reading(self, question: Question) -> Demonstration | None:
-        """Only the answer, the note before it given; None where there is no note."""
+        """Only the answer, the note before it given up to its last colon: what follows is
+        concluded from it. None where there is no note."""
         note = self._note(question)
         if not note:
             return None
+        given, colon, concluded = note.rpartition(":")
+        if not colon:
+            given, concluded = note, ""
         play = Play(self._protocol, question.question)
-        play.observe(self._protocol.encode_action(note))
-        play.act(f"<answer> {question.answers[0]}</answer>")
+        play.observe(self._protocol.encode_action(given + colon))
+        play.act(f"{concluded}<answer> {question.answers[0]}</answer>")
         made = self._done(play)
         return None if made is None else replace(made, is_reading=True)
 
@@ -85,7 +93,7 @@ class Demonstrator:
 
     def bad(self, question: Question, rng: random.Random) -> Demonstration | None:
         """One fault, then a wrong title for an answer."""
-        fault = rng.choice(FAULTS)
+        fault = rng.choice(_FAULTS_OF_COMPARISONS if question.kind == "comparison" else FAULTS)
         if not question.gold_titles or _SEARCHES.get(fault, 0) > self._max_searches:
             return None
         play = Play(self._protocol, question.question)
