@@ -7,6 +7,8 @@ prefect deployment run 'evaluate/evaluate' --param checkpoint=deployments/polici
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -16,7 +18,7 @@ from pydantic import BaseModel
 from flows.cli import check_inputs, overrides_from, run_flow
 from infra.local import attached
 from infra.state import home_folder
-from tasks.errors import ConfigError
+from tasks.errors import ConfigError, DataError
 from tasks.presets import Overrides, resolve
 
 if TYPE_CHECKING:
@@ -124,8 +126,6 @@ def evaluate(
     from tasks.evaluation.outcomes import METRIC_NAMES, compare
     from tasks.inputs import load_inputs
     from tasks.run import check_playable
-    from tasks.run_record import played_otherwise, recorded
-    from tasks.store import ObjectStore
 
     config = resolve(preset, overrides)
     targets = targets_of(run, version, checkpoint, against)
@@ -135,11 +135,7 @@ def evaluate(
     with attached(config, get_run_logger()) as cluster:
         for target in targets:  # both, before the first takes its time
             check_playable(inputs, cluster, *target)
-            if target.run is not None:
-                store = ObjectStore(cluster.store)
-                record = recorded(store, target.run)
-                for difference in played_otherwise(record["config"], config) if record else ():
-                    cluster.log.warning("evaluated otherwise than %s: %s", target.run, difference)
+            _compare_with_training(inputs, cluster, target)
         found = [_scores(cluster, inputs, target) for target in targets]
     (scores, evaluated), *others = found
     if not others:
@@ -187,6 +183,50 @@ def targets_of(
             "id with a slash in it"
         )
     return [*targets, Target(name, int(number) if colon else None, None)]
+
+
+def _compare_with_training(inputs: Inputs, cluster: Attached, target: Target) -> None:
+    """Says in what the target was trained otherwise than it is evaluated.
+
+    Raises:
+        DataError: it was trained on some of the questions.
+    """
+    from tasks.config import DataConfig
+    from tasks.inputs import check_unseen, trained_on
+    from tasks.run_record import played_otherwise
+
+    then = _trained_with(cluster, target)
+    if then is None:
+        return
+    for difference in played_otherwise(then, inputs.config):
+        cluster.log.warning("evaluated otherwise than %s: %s", target.name, difference)
+    data = DataConfig.model_validate(then["data"])
+    if data == inputs.config.data:
+        return  # they have been looked at
+    try:
+        train = trained_on(data)
+    except DataError as error:
+        cluster.log.warning("%s may have been trained on these questions: %s", target.name, error)
+        return
+    check_unseen(inputs.held_out, train, f"{target.name}: data.train = {data.train!r}")
+
+
+def _trained_with(cluster: Attached, target: Target) -> dict[str, Any] | None:
+    """The configuration of the run, or of the warm start that wrote the checkpoint; None where that
+    is not known, or it learned from no dataset."""
+    from tasks.run_record import recorded
+    from tasks.store import ObjectStore
+    from tasks.training.warm_start import PROVENANCE
+
+    if target.run is not None:
+        record = recorded(ObjectStore(cluster.store), target.run)
+        return record and record["config"]
+    beside = Path(target.checkpoint or "") / PROVENANCE
+    if not beside.is_file():
+        return None
+    config = json.loads(beside.read_text())["config"]
+    shown = config["model"]["warm_start"]
+    return None if shown["worlds"] or shown["trajectories"] else config
 
 
 def _scores(cluster: Attached, inputs: Inputs, target: Target) -> tuple[Scores, Evaluated]:

@@ -105,7 +105,13 @@ def planned(preset: str, variants: list[Variant], overrides: Any) -> dict[str, d
                 f"two variants are named {variant.name!r}; give each a name of its own, other than "
                 f"{DEFAULT!r}, which is the preset as it is"
             )
-        plan[variant.name] = merge(base, _tree(variant.overrides))
+        tree = _tree(variant.overrides)
+        if "seed" in tree:
+            raise ConfigError(
+                f"variant {variant.name!r} sets seed = {tree['seed']}, and a sweep counts the "
+                "seeds itself; set the first of them for all variants, with --set seed=N"
+            )
+        plan[variant.name] = merge(base, tree)
         resolve(preset, plan[variant.name])
     return plan
 

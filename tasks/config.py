@@ -154,7 +154,7 @@ class DataConfig(Section):
         description="Held-out questions; 'split' keeps the last held_out_questions of train apart.",
     )
     held_out_questions: int = Field(
-        200, ge=1, description="How many held-out questions an evaluation uses at most."
+        200, ge=1, description="An evaluation uses this many held-out questions; all, if fewer."
     )
 
 
@@ -287,7 +287,8 @@ class TrainingConfig(Section):
         0.2,
         gt=0,
         description="KL of sampler to trainer, in nats a token, above which the run stops before "
-        "the optimizer step.",
+        "the optimizer step. Measured where the policy has not moved yet: on the whole batch, but "
+        "with importance = sampler on the first mini-batch.",
     )
     kl_coefficient: float = Field(0.001, ge=0, description="Weight of the KL to the base.")
     kl_estimator: KlEstimator = Field(

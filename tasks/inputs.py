@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.config import TrainConfig
+from tasks.config import DataConfig, TrainConfig
 from tasks.data.hotpotqa import Questions, load_questions, split_held_out
 from tasks.data.order import batch
 from tasks.data.questions import Passage, Question, pool
@@ -86,14 +86,38 @@ def _questions(config: TrainConfig) -> tuple[Questions, tuple[Question, ...]]:
         train, held_out = split_held_out(train, data.held_out_questions)
         return train, tuple(held_out)
     held_out = tuple(load_questions(data.held_out)[: data.held_out_questions])
-    trained = {question.id for question in train}
-    both = next((question.id for question in held_out if question.id in trained), None)
-    if both is not None:
-        raise DataError(
-            f"question {both!r} of data.held_out {data.held_out!r} is also in data.train "
-            f"{data.train!r}; an evaluation on it would measure memory: name other questions"
-        )
+    check_unseen(held_out, train, "data.train")
     return train, held_out
+
+
+def trained_on(data: DataConfig) -> Questions:
+    """The questions that a run with these settings learns from.
+
+    Raises:
+        DataError: as `load_questions`; or none are left.
+    """
+    train = load_questions(data.train)
+    if data.held_out == "split":
+        train, _ = split_held_out(train, data.held_out_questions)
+    return train
+
+
+def check_unseen(held_out: Sequence[Question], train: Sequence[Question], where: str) -> None:
+    """
+    Args:
+        where: what those are trained on by.
+
+    Raises:
+        DataError: a held-out question is among those trained on.
+    """
+    trained = {question.id for question in train}
+    both = [question.id for question in held_out if question.id in trained]
+    if both:
+        raise DataError(
+            f"{len(both)} of {len(held_out)} held-out questions, {both[0]!r} first, are also "
+            f"trained on ({where}); an evaluation on them would measure memory: name others in "
+            "data.held_out"
+        )
 
 
 def _check_prompts(

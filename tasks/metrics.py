@@ -24,7 +24,8 @@ class BatchStats:
     uniform_groups: share of groups whose trajectories all have the same reward (no gradient).
     dropped: groups left out: the reward function failed on them, or their unit on every try.
     search_r1: exact match as Search-R1 counts it, for comparison with published runs.
-    refilled_groups: sampled beyond questions_per_step, in place of uniform ones.
+    refilled_groups: further questions asked for, in place of groups that failed and, unless they
+        are kept, of uniform ones.
     trained_groups: what the update gets.
     gold_recall: share of the questions' gold titles that an observation showed; None where no
         question names any.

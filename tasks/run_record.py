@@ -105,6 +105,7 @@ def _digests(inputs: Inputs) -> dict[str, str | None]:
         "data.train": inputs.train.digest(),
         "data.held_out": questions,
         "model.path": digest_of_model(inputs.model_dir),
+        "the passages to search": inputs.index_key,
     }
 
 

@@ -179,6 +179,7 @@ def _plays(*turns: str) -> Script:
 
 ODD = [
     "",
+    *("<|end|>", "<|im_end|>"),  # the end of the turn and nothing else
     "<search> </search>",
     "<search> \ufffd\ufffd </search>",
     f"<search>{'Ada ' * 20}</search>",

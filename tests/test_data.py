@@ -67,6 +67,20 @@ def test_a_row_may_say_how_its_answer_follows() -> None:
     assert from_row(neither, 0).rationale == ""
 
 
+def test_what_a_row_says_of_its_answer_reaches_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From every kind of source, beside rows that say nothing."""
+    rows = [row(0, rationale="Ann directs."), row(1, rationale=None)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    named = write(tmp_path / "data.jsonl", [rows[0], row(1)])
+    for source in (named, str(tmp_path / "data.parquet"), "some/questions/all:train"):
+        found = load_questions(source)
+        assert [q.rationale for q in found] == ["Ann directs.", "Film A is by Ann. It is long."]
+        assert found[0].rationale == "Ann directs."
+
+
 def test_pool_keeps_first_appearances_and_tells_texts_apart() -> None:
     questions = [from_row(row(i % 2), i) for i in range(4)]
     assert pool(questions) == (

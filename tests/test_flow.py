@@ -48,7 +48,15 @@ from infra.state import read_record
 from infra.zombies import NAME, mark_zombies
 from tasks import stages
 from tasks.cluster import ROLLOUT, TRAINER, submit_to, workers_with
-from tasks.errors import ConfigError, GangError, MismatchError, RunClosed, SeedFailed, UnitFailed
+from tasks.errors import (
+    ConfigError,
+    DataError,
+    GangError,
+    MismatchError,
+    RunClosed,
+    SeedFailed,
+    UnitFailed,
+)
 from tasks.inputs import ensure_index, load_inputs
 from tasks.predecessor import mark_crashed
 from tasks.presets import Overrides, resolve
@@ -658,6 +666,11 @@ def test_a_warm_started_policy_is_made_once(home: Path, store: ObjectStore, tmp_
         warm_start(preset="tiny", output=str(folder), overrides=overrides(warm(16)))
     with pytest.raises(ConfigError, match="warm_start is not set"):
         warm_start(preset="tiny")
+
+    seen = {"train": "miniature:held_out", "held_out": "miniature:train", "held_out_questions": 9}
+    known = overrides({"model": {"path": str(folder)}, "data": seen})
+    with pytest.raises(DataError, match="9 of 9 held-out questions.*also trained on .*policy"):
+        evaluate(preset="tiny", checkpoint=str(folder), overrides=known)
 
 
 def test_a_warm_start_whose_flow_has_gone_stops(

@@ -62,7 +62,7 @@ def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
 
 
 def test_held_out_questions_that_are_trained_on(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"also in data\.train"):
+    with pytest.raises(DataError, match=r"500 of 500 held-out .*trained on \(data\.train\)"):
         load_inputs(tiny(data={"held_out": "miniature:train"}), tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import io
 import re
 import shutil
@@ -19,8 +20,8 @@ from matplotlib.image import imread
 
 from tasks.evaluation.charts import Chart, Series, figure, ticks
 from tasks.evaluation.reader import choose, of_the_reward, reading, shade, why
-from tasks.evaluation.report import MOST_BYTES, render
-from tasks.metrics import History
+from tasks.evaluation.report import MOST_BYTES, charts, render
+from tasks.metrics import History, StepRecord
 from tasks.presets import resolve
 from tasks.rollout.trajectory import Trajectory
 from tests.evaluation_helpers import (
@@ -103,6 +104,92 @@ def test_it_is_well_formed_and_has_every_part(page: str) -> None:
     labels = "".join(found.texts["text"])
     for unit in ("nats a token", "tokens a trajectory", "seconds", "kB a step", "step"):
         assert unit in labels, unit
+
+
+def test_each_curve_is_of_what_it_says() -> None:
+    """On a run whose every number is another."""
+    last = report(6).evaluation
+    batch = replace(
+        last.sampled,
+        trajectories=2,
+        tokens=620,
+        sampled_tokens=42,
+        reward=0.11,
+        exact_match=0.12,
+        answered=0.13,
+        searches=1.4,
+        gold_recall=0.15,
+    )
+    update = {"entropy": 0.21, "kl": 0.22, "mismatch_kl": 0.23, "mismatch_max": 0.24}
+    seconds = {"rollout": 31.0, "update": 32.0, "publish": 33.0}
+    held_out = replace(
+        last,
+        step=1,
+        seconds=34.0,
+        greedy=replace(last.greedy, exact_match=0.41),
+        sampled=replace(last.sampled, exact_match=0.42),
+        greedy_interval=(0.4, 0.5),
+        sampled_interval=(0.3, 0.6),
+    )
+    record = StepRecord(0, 1, batch, update | {"grad_norm": 0.25}, seconds, 5_000, 9_000)
+    drawn = charts(History([record], [held_out]))
+    assert {
+        (chart.title, series.name): series.points for chart in drawn for series in chart.series
+    } == {
+        (title, name): [(1.0, pytest.approx(value))]
+        for title, name, value in [
+            ("Exact match, 95 % intervals", "held out, sampled", 0.42),
+            ("Exact match, 95 % intervals", "held out, greedy", 0.41),
+            ("Exact match, 95 % intervals", "training, sampled", 0.12),
+            ("Reward", "training batch", 0.11),
+            ("Entropy of the policy", "entropy", 0.21),
+            ("KL to the base policy", "KL", 0.22),
+            ("Mismatch of sampler and trainer", "mean", 0.23),
+            ("Largest mismatch", "of any token", 0.24),
+            ("Gradient norm", "mean", 0.25),
+            ("Length", "all", 310.0),
+            ("Length", "sampled", 21.0),
+            ("Searches", "training batch", 1.4),
+            ("Valid actions, answers, evidence", "valid actions", batch.valid_actions),
+            ("Valid actions, answers, evidence", "answered", 0.13),
+            ("Valid actions, answers, evidence", "gold passages found", 0.15),
+            ("Seconds by stage", "rollout", 31.0),
+            ("Seconds by stage", "update", 32.0),
+            ("Seconds by stage", "publish", 33.0),
+            ("Seconds by stage", "evaluate", 34.0),
+            ("Weights published", "delta", 5.0),
+        ]
+    }
+    intervals = [series.intervals for series in drawn[0].series]
+    assert intervals == [[(0.3, 0.6)], [(0.4, 0.5)], None]
+
+
+def test_the_tables_and_verdicts_hold_what_was_measured(page: str) -> None:
+    made = report()
+    cells = [
+        [
+            re.sub(r"<[^>]+>|\s+", " ", cell).split()
+            for cell in re.findall(r"<t[hd].*?</t[hd]>", row)
+        ]
+        for row in re.findall(r"<tr.*?</tr>", page, re.DOTALL)
+    ]
+    table = iter(cells)
+    for row in sorted(made.evaluation.rows, key=lambda row: row.mode):
+        shown = next(line for line in table if line[0][-1:] == [row.label.split()[-1]])
+        assert shown[1] == [str(row.questions)]
+        assert shown[2][0] == f"{row.exact_match:.3f}"
+        assert shown[3][0] == f"{row.f1:.3f}"
+        counts = (row.answered, row.truncated, row.out_of_turns, row.invalid)
+        assert [cell[0] for cell in shown[4:8]] == [str(count) for count in counts]
+        assert shown[8] == [f"{row.searches:.2f}"]
+    assert made.comparisons
+    for one in made.comparisons:
+        shown = next(line for line in table if one.mode in line[0])
+        numbers = [cell[0] for cell in shown[1:]]
+        mean, p = f"{one.difference.mean:+.3f}", f"{one.difference.p_value:.4f}"
+        assert numbers == [*(str(one.questions), f"{one.second:.3f}", f"{one.first:.3f}", mean, p)]
+    verdicts = html.unescape(page)
+    assert all(f"<dt>why</dt><dd>{one.why}</dd>" in verdicts for one in made.readings)
 
 
 def test_it_needs_nothing_else(page: str) -> None:

@@ -80,7 +80,9 @@ class OneRun(MemoryStore):
         assert self.create_if_absent(key, data)
 
 
-@pytest.mark.parametrize("changed", ["data.train", "data.held_out", "model.path"])
+@pytest.mark.parametrize(
+    "changed", ["data.train", "data.held_out", "model.path", "the passages to search"]
+)
 def test_a_run_is_not_resumed_on_other_contents_of_the_same_name(
     tmp_path: Path, changed: str
 ) -> None:
@@ -105,6 +107,8 @@ def test_a_run_is_not_resumed_on_other_contents_of_the_same_name(
         weights = load_file(policy / "model.safetensors")
         weights["model.norm.weight"] += 1
         save_file(weights, policy / "model.safetensors", {"format": "pt"})
+    elif changed == "the passages to search":
+        rows[train][-1]["context"]["sentences"][0][0] += "And more."
     else:
         rows[train if changed == "data.train" else held_out][-1]["answer"] = "another"
     with pytest.raises(ConfigError, match=f"{changed} had other contents"):

@@ -252,12 +252,21 @@ def test_a_note_needs_room_in_a_turn_and_something_to_say(tokenizer: Any, corpus
     assert "<think>" not in spoken(tokenizer, play.good(replace(bridge, rationale="")))
 
 
+def test_the_miniatures_worlds_say_how_an_answer_follows(tokenizer: Any, corpus: Corpus) -> None:
+    made = thinking(think="comparison", worlds=2)
+    said = [spoken(tokenizer, one) for one in demonstrations_of(made, tokenizer, corpus)]
+    noted = [text.partition("<think> ")[2] for text in said if "<think>" in text]
+    assert len(said) == 40
+    assert len(noted) > 10
+    assert all(len(text.partition("</think>")[0].split(", ")) == 2 for text in noted), noted[0]
+
+
 def test_readings_come_first_and_then_every_third_batch(tokenizer: Any, corpus: Corpus) -> None:
     made = thinking(think="comparison", readings=100)
     shown = demonstrations_of(made, tokenizer, corpus)
     searched = ["<search>" in spoken(tokenizer, one) for one in shown]
-    # 40 in batches of 8: two, one of readings, two, one of readings, and the last.
-    assert searched == [False] * 100 + ([True] * 16 + [False] * 8) * 2 + [True] * 8
+    # 40 in batches of 8: two, one of readings, two, one of readings, and the last; none of both.
+    assert searched == [False] * 104 + ([True] * 16 + [False] * 8) * 2 + [True] * 8
     assert [one.is_reading for one in shown] == [not one for one in searched]
     bridges = [question for question in corpus.questions if question.kind == "bridge"]
     assert len(demonstrations_of(made, tokenizer, replace(corpus, questions=bridges))) == 40

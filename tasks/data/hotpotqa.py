@@ -39,8 +39,10 @@ FEATURES = datasets.Features(
             "title": datasets.List(datasets.Value("string")),
             "sentences": datasets.List(datasets.List(datasets.Value("string"))),
         },
+        "rationale": datasets.Value("string"),
     }
 )
+_OPTIONAL = {"rationale"}
 FORMS = "miniature:SPLIT, a .jsonl or .parquet file, or hub/id/config:split"
 
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)/(?P<config>[\w.-]+):(?P<split>[\w.+%\[\]:-]+)")
@@ -149,7 +151,7 @@ def _table(rows: list[dict[str, Any]], first: int, schema: pa.Schema) -> pa.Tabl
         for place, row in enumerate(rows):
             for field in schema:
                 try:
-                    pa.array([row[field.name]], field.type)
+                    pa.array([row.get(field.name)], field.type)
                 except (UnicodeEncodeError, OverflowError, pa.ArrowInvalid) as error:
                     raise DataError(
                         f"row {first + place} (counted from 0), field {field.name!r}: {error}"
@@ -212,13 +214,13 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 def _from_hub(hub_id: str, config: str, split: str) -> Questions:
     """Downloads into Hugging Face's own cache, or opens what is there."""
     rows = _quietly(lambda: _load_from_hub(hub_id, config, split))
-    missing = [name for name in FEATURES if name not in rows.column_names]
+    missing = [n for n in FEATURES if n not in rows.column_names and n not in _OPTIONAL]
     if missing:
         raise DataError(
             f"row 0 (counted from 0), field {missing[0]!r}: is missing; the fields there are "
             f"{sorted(rows.column_names)}"
         )
-    questions = rows.select_columns(list(FEATURES))
+    questions = rows.select_columns([name for name in FEATURES if name in rows.column_names])
     for _ in _checked(_stored_rows(questions)):
         pass
     return Questions(questions)

@@ -10,16 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tasks.rollout.reward import ROUNDING
 from tasks.rollout.trajectory import GroupSummary
-
-# Rewards of one group that differ by less are equal up to rounding.
-REWARD_ROUNDING = 1e-6
 
 
 def is_uniform(group: GroupSummary) -> bool:
     """Whether all the group's rewards are equal: no advantage, no policy gradient."""
     rewards = [trajectory.reward for trajectory in group.trajectories]
-    return max(rewards) - min(rewards) <= REWARD_ROUNDING
+    return max(rewards) - min(rewards) <= ROUNDING
 
 
 @dataclass(slots=True)

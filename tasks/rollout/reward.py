@@ -32,6 +32,10 @@ from tasks.evaluation.scoring import (
 )
 from tasks.rollout.trajectory import Transcript
 
+# Rewards of one group that differ by less are equal up to rounding: such a group counts as uniform,
+# and its advantages are not blown up (0.1 + 0.2 and 0.3 in float32 would be near one apart).
+ROUNDING = 1e-4
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:

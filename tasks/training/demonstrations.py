@@ -246,13 +246,14 @@ def readings(
 def with_readings(
     made: Sequence[Demonstration], read: Sequence[Demonstration], settings: WarmStartConfig
 ) -> list[Demonstration]:
-    """settings.readings of those that read first, then two batches of the others and one of those
-    that read in turn: what was learned from them is forgotten while nothing asks for it. Batches of
-    their own, since theirs are few tokens and would not count among many."""
+    """settings.readings of those that read first (whole batches of them), then two batches of the
+    others and one of those that read in turn: what was learned from them is forgotten while nothing
+    asks for it. Batches of their own, since theirs are few tokens and would not count among
+    many."""
     if not read:
         return list(made)
     endless, size = itertools.cycle(read), settings.batch_size
-    order = list(itertools.islice(endless, settings.readings))
+    order = list(itertools.islice(endless, -(-settings.readings // size) * size))
     for start in range(0, len(made), 2 * size):
         order += made[start : start + 2 * size]
         if start + 2 * size < len(made):

@@ -27,10 +27,8 @@ from torch import Tensor
 
 from tasks.config import Advantage, Aggregation
 from tasks.errors import NotFiniteError
+from tasks.rollout.reward import ROUNDING
 
-# Rewards of one group whose spread is below this are equal up to rounding. Without the floor a
-# group of rewards such as 0.1 + 0.2 and 0.3 in float32 would be blown up to advantages near one.
-STD_FLOOR = 1e-4
 # |log ratio| above this is a broken pair of log-probabilities; exp of it would be inf, and inf
 # times a zero gradient NaN. Far outside any clip range, so that no legal token is touched.
 LOG_RATIO_BOUND = 20.0
@@ -71,7 +69,7 @@ def group_advantages(
         return centred.float()
     if kind == "rloo":
         return (centred * count / (count - 1)).float()
-    return (centred / (rewards.std(correction=1).clamp(min=STD_FLOOR) + eps)).float()
+    return (centred / (rewards.std(correction=1).clamp(min=ROUNDING) + eps)).float()
 
 
 # ---------------------------------------------------------------- ratio and clips

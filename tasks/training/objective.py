@@ -1,4 +1,7 @@
-"""The loss of a micro-batch, put together from `grpo`'s pieces by the configuration."""
+"""The loss of a micro-batch, put together from `grpo`'s pieces by the configuration.
+
+Sources are cited by the letters of `tasks.training.grpo`.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +58,10 @@ def terms(
 ) -> Terms:
     """aggregate(weight * clipped surrogate + kl_coefficient * KL - entropy_coefficient * entropy).
 
-    The ratio's denominator and the weight are those of `TrainingConfig.importance`. Where a token
-    is trained on that nobody sampled (an observation, by `train_on_observations`) there is no
+    The ratio's denominator and the weight are those of `TrainingConfig.importance`: the sampler's
+    probabilities, as importance sampling has it ([B], section 2), the trainer's own weighed by
+    truncated ratios ([H]), or the trainer's own. The bonus is PPO's ([B], equation 9). Where a
+    token is trained on that nobody sampled (an observation, by `train_on_observations`) there is no
     sampler's log-probability: it counts as sampled by the policy as it is (ratio 1, weight 1).
 
     Args:

@@ -20,7 +20,8 @@ The passes alternate, and medians are compared. Tokens are the trajectories' own
 
 Lengths are those of trajectories of a policy that half knows the game: 0 to 3 searches, prompts,
 actions and observations as long as this tokenizer makes them of demonstrations (tiny: the
-miniature, answers without a note; SmolLM2: HotpotQA). What is in them is random: no speed depends on it.
+miniature, answers without a note; SmolLM2: HotpotQA). What is in them is random: no speed depends
+on it.
 """
 
 from __future__ import annotations
