@@ -669,7 +669,7 @@ def test_a_warm_started_policy_is_made_once(home: Path, store: ObjectStore, tmp_
 
     seen = {"train": "miniature:held_out", "held_out": "miniature:train", "held_out_questions": 9}
     known = overrides({"model": {"path": str(folder)}, "data": seen})
-    with pytest.raises(DataError, match="9 of 9 held-out questions.*also trained on .*policy"):
+    with pytest.raises(DataError, match=r"9 of 9 held-out questions.*also trained on .*policy"):
         evaluate(preset="tiny", checkpoint=str(folder), overrides=known)
 
 

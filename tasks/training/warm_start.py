@@ -37,7 +37,7 @@ _INDUCTION_ROWS, _INDUCTION_LENGTH = 64, 72
 _LAST = 10
 # To be raised when the same settings come to make another policy: one that a store holds is then
 # not taken for it.
-_RECIPE = 4
+_RECIPE = 5
 PROVENANCE = "provenance.json"
 
 
