@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,16 @@ class Vocabulary:
         """Lengths of the tokens that may come first."""
         return [n for n in range(1, self.longest) if data[:n] in self.tokens and n <= len(data)]
 
+    def spellings(self, data: bytes, least: int) -> Iterator[tuple[int, ...]]:
+        """Where the tokens end (0 first) in all ways to spell at least so much of it."""
+        open_ = [(0,)]
+        while open_:
+            ends = open_.pop()
+            if ends[-1] >= least:
+                yield ends
+            else:
+                open_ += [(*ends, ends[-1] + n) for n in self.splits(data[ends[-1] :])]
+
 
 @pytest.fixture(scope="module", params=["tiny", "qwen"])
 def vocabulary(
@@ -74,14 +85,36 @@ def test_a_turn_stops_at_the_token_that_completes_a_tag(
     vocabulary: Vocabulary, before: bytes, tag: str, after: bytes, choices: st.DataObject
 ) -> None:
     """However the tag is split, and whatever its last token goes on with."""
-    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
     stream = before + tag.encode() + after
     ids, ends = [], [0]
     while ends[-1] < len(stream):
         size = choices.draw(st.sampled_from(vocabulary.splits(stream[ends[-1] :])))
         ids.append(vocabulary.tokens[stream[ends[-1] : ends[-1] + size]])
         ends.append(ends[-1] + size)
+    _check_stop(vocabulary, stream, ids, ends)
+
+
+@pytest.mark.parametrize("tag", STOP_TAGS)
+def test_a_tag_is_found_in_all_its_splits(vocabulary: Vocabulary, tag: str) -> None:
+    """Every sequence of tokens that spells it, also those that begin before it or go on after."""
+    ways = inside = 0
+    for before in (b"", b" Ada", b">"):
+        for after in (b"", b".", b"\n", b">."):
+            stream = before + tag.encode() + after
+            for ends in vocabulary.spellings(stream, len(before) + len(tag)):
+                ids = [vocabulary.tokens[stream[a:b]] for a, b in pairwise(ends)]
+                _check_stop(vocabulary, stream, ids, ends)
+                ways, inside = ways + 1, inside + (ends[-1] > len(before) + len(tag))
+    assert ways > 100
+    assert inside > 10
+
+
+def _check_stop(
+    vocabulary: Vocabulary, stream: bytes, ids: Sequence[int], ends: Sequence[int]
+) -> None:
+    """Args: ids: tokens that spell the stream, or its beginning. ends: 0, then where each ends."""
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
     closed = min(stream.index(t.encode()) + len(t) for t in STOP_TAGS if t.encode() in stream)
     needed = next(n for n, end in enumerate(ends) if end >= closed)
 
@@ -106,12 +139,6 @@ def test_a_turn_stops_at_the_token_that_completes_a_tag(
         assert "<search>" not in action.query
     elif isinstance(action, Answer):
         assert text.endswith("</answer>")
-
-
-def test_tokens_that_end_a_tag_and_go_on_exist(vocabulary: Vocabulary) -> None:
-    """Else the test above would show less than it says."""
-    assert b">." in vocabulary.tokens
-    assert any(b"</answer>"[:n] in vocabulary.tokens for n in (2, 9))
 
 
 # With an engine
