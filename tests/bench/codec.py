@@ -16,9 +16,10 @@ finite check, digests, coding), everything a reader does in `apply` (decode, his
 digests); both over the time to read old and new bytes once, with as many threads.
 
 Measured on 2 cores of an AMD EPYC, otherwise idle (2026-11-30). Bits a change, ours over the limit:
-(a) 5.76 (0.94) and 5.84 (0.95), (b) smollm2 5.27 (0.87), tiny 2.49 (0.61); the worst against u16
-gaps + XOR + zstd-1 is 0.41 of its bytes. Qwen2.5-3B's shapes: read once 0.60 s; encode 8.9 s (14.9
-reads: 3.2 s of them compare and digest), apply 6.5 s (11 reads), 228 MB beyond the weights.
+(a) 5.76 (0.94) and 5.84 (0.95), (b) smollm2 5.27 (0.87), tiny (2026-12-06, on an Intel Xeon) 2.56
+(0.59); the worst against u16 gaps + XOR + zstd-1 is 0.43 of its bytes. Qwen2.5-3B's shapes: read
+once 0.60 s; encode 8.9 s (14.9 reads: 3.2 s of them compare and digest), apply 6.5 s (11 reads),
+228 MB beyond the weights.
 """
 
 from __future__ import annotations

@@ -29,6 +29,9 @@ Passes, each a run of its own with a fresh Fleet, the first step of each left ou
 A step's wall seconds go from the call of rollout-k to the return of its record: Prefect's task
 runs, Dask's dispatch, the queue, summaries and history are in it. On 14 + 2 machines the workers'
 part (agent loop, bytes) would run side by side; here they share the cores, and all of it counts.
+
+Measured on 2 cores of an Intel Xeon, otherwise idle (2026-12-06): stored 4.12 s, payload 0.80 s,
+empty 0.56 s a step.
 """
 
 from __future__ import annotations

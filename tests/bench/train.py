@@ -22,6 +22,11 @@ Lengths are those of trajectories of a policy that half knows the game: 0 to 3 s
 actions and observations as long as this tokenizer makes them of demonstrations (tiny: the
 miniature, answers without a note; SmolLM2: HotpotQA). What is in them is random: no speed depends
 on it.
+
+Measured on 2 cores of an Intel Xeon, otherwise idle (2026-12-06), tokens a second, ours against
+TRL's, and against TRL's with our micro-batches. tiny, 128 trajectories: 13,177 and 6,595, 2.00
+times and 1.39 times; 27 % of our positions are padding and 52 % of TRL's. SmolLM2, 16 trajectories:
+246 and 95, 2.59 times and 1.84 times; 7 % and 42 %.
 """
 
 from __future__ import annotations
